@@ -1,0 +1,1 @@
+//! The gVisor driver: runsc, its pool, its pipes.

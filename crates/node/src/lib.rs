@@ -1,0 +1,3 @@
+//! The daemon's core: sandbox actors, journal, deadlines, tiers.
+
+pub mod model;

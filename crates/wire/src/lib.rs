@@ -1,0 +1,13 @@
+//! Everything that host and sandbox, or daemon and keeper, say to each other.
+//!
+//! Invariants: no policy, no processes, no files on disk; whatever arrives is untrusted and bounded
+//! before it is believed.
+//!
+//! ```text
+//! daemon ── control.sock (`keeper`) ──┐
+//! client ── agent.sock (`stream`) ──> keeper ══ carrier (`carrier`) ══ agent ── `control`, `envd`
+//! ```
+
+pub mod control;
+pub mod keeper;
+pub mod stream;
