@@ -1,1 +1,6 @@
-//! (skeleton)
+//! Drivers of the correctness scenarios and the benches: a live daemon, the public API, real engines.
+//!
+//! Invariant: nothing is mocked; what an engine cannot do is skipped with its reason, never silently passed.
+
+pub mod bench;
+pub mod scenarios;
