@@ -1,6 +1,7 @@
 //! What the node is asked and what it tells: the model above which only JSON shapes differ.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use dormouse_snapshot::{Manifest, Reason};
 use dormouse_types::{
@@ -64,6 +65,167 @@ pub struct CreateRequest {
     pub shape: Option<Shape>,
     pub owner: Option<KeyId>,
     pub idempotency_key: Option<String>,
+}
+
+/// `memory: false` asks for the file system only; `reason` goes into the manifest.
+#[derive(Debug, Clone, Copy)]
+pub struct PauseRequest {
+    pub memory: bool,
+    pub reason: Reason,
+}
+
+impl Default for PauseRequest {
+    fn default() -> Self {
+        Self { memory: true, reason: Reason::Pause }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Order {
+    Ascending,
+    #[default]
+    Descending,
+}
+
+/// Which sandboxes; an empty field lets all pass.
+#[derive(Debug, Clone, Default)]
+pub struct ListQuery {
+    pub states: Vec<StateFilter>,
+    /// All of these must be there with this value.
+    pub metadata: BTreeMap<String, String>,
+    /// Id or alias.
+    pub template: Option<String>,
+    /// Inclusive.
+    pub started_after: Option<Timestamp>,
+    pub order: Order,
+    /// `None`: the most there is, 100.
+    pub limit: Option<usize>,
+    pub cursor: Option<String>,
+}
+
+/// States as E2B's clients filter by them: `Running` includes frozen and what is being made or resumed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StateFilter {
+    Running,
+    Paused,
+    Failed,
+}
+
+#[derive(Debug, Clone, Default)]
+pub struct ListSnapshots {
+    pub sandbox: Option<SandboxId>,
+    pub name: Option<String>,
+    /// `None`: the most there is, 100.
+    pub limit: Option<usize>,
+    pub cursor: Option<String>,
+    /// Also those that nobody asked for by name: templates', automatic ones'.
+    pub all: bool,
+}
+
+/// What the removal of a snapshot or template gave back.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Removed {
+    pub id: String,
+    pub freed_bytes: u64,
+    /// Who goes on without it: snapshots and sandboxes made of it.
+    pub children: Vec<String>,
+    /// What stays because children need it (a root file system).
+    pub kept: Vec<String>,
+}
+
+/// Why a stream is opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// Resumes a sandbox that is on disk.
+    Wake,
+    /// Resumes it only when it was created with `auto_resume`.
+    NoWake,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PlanSource {
+    Toml(String),
+    Dockerfile(String),
+}
+
+#[derive(Debug, Clone)]
+pub struct BuildRequest {
+    /// `name` or `name:tag`; empty: the plan's own name.
+    pub aliases: Vec<String>,
+    pub plan: PlanSource,
+    /// Folder that COPY takes from.
+    pub context: PathBuf,
+    pub engine: Option<EngineKind>,
+    pub shape: Option<Shape>,
+    pub start_command: Option<String>,
+    pub ready_command: Option<String>,
+    /// Builds every step anew.
+    pub no_cache: bool,
+    pub owner: Option<KeyId>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Level {
+    Debug,
+    Info,
+    Warn,
+    Error,
+}
+
+/// One line of a build's progress.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BuildProgress {
+    pub at: Timestamp,
+    pub level: Level,
+    /// `base`, the step's index, or `finalize`.
+    pub step: String,
+    pub message: String,
+}
+
+/// One line of a sandbox's log.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LogLine {
+    pub at: Timestamp,
+    pub level: Level,
+    /// `node`, `keeper` or `agent`.
+    pub source: String,
+    pub message: String,
+}
+
+#[derive(Debug, Clone, Default)]
+pub struct LogQuery {
+    pub start: Option<Timestamp>,
+    /// `None`: 1,000.
+    pub limit: Option<usize>,
+}
+
+/// What `gc` removed.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Collected {
+    pub snapshots: Vec<String>,
+    pub images: Vec<String>,
+    pub agents: Vec<String>,
+    pub leftovers: Vec<String>,
+    pub freed_bytes: u64,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UsageSummary {
+    pub running: usize,
+    pub frozen: usize,
+    pub paused: usize,
+    pub failed: usize,
+    pub busy: usize,
+    pub snapshots: usize,
+    pub snapshot_bytes: u64,
+    pub templates: usize,
+    pub disk_free_bytes: u64,
+    pub created_total: u64,
+    pub paused_total: u64,
+    pub resumed_total: u64,
+    pub forked_total: u64,
+    pub failed_total: u64,
 }
 
 /// Everything about one sandbox.
