@@ -9,5 +9,6 @@
 //! ```
 
 pub mod control;
+pub mod envd;
 pub mod keeper;
 pub mod stream;
