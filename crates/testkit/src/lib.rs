@@ -3,4 +3,8 @@
 //! Invariant: nothing is mocked; what an engine cannot do is skipped with its reason, never silently passed.
 
 pub mod bench;
+pub mod daemon;
+pub mod host;
+pub mod http;
+pub mod sandbox;
 pub mod scenarios;

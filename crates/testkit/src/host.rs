@@ -1,0 +1,135 @@
+//! What is left on the host: processes, mounts, cgroups, namespaces, sockets, files of one data folder.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+/// Everything that a data folder's daemon, keepers and engines hold on this host. Two of these are
+/// compared: what is in the later one only was leaked.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Holdings {
+    pub processes: BTreeSet<String>,
+    pub mounts: BTreeSet<String>,
+    pub cgroups: BTreeSet<String>,
+    pub runtime_files: BTreeSet<String>,
+}
+
+/// Reads what there is now. The daemon itself (`daemon`) is not counted.
+pub fn holdings(data_dir: &Path, daemon: u32) -> Result<Holdings> {
+    let folder = data_dir.to_string_lossy().into_owned();
+    Ok(Holdings {
+        processes: processes_naming(&folder, daemon)?,
+        mounts: lines_naming("/proc/self/mountinfo", &folder)?,
+        cgroups: cgroups_of(data_dir)?,
+        runtime_files: ["run", "gvisor/containers", "gvisor/bundles"]
+            .iter()
+            .flat_map(|sub| names_in(&data_dir.join(sub)))
+            .collect(),
+    })
+}
+
+impl Holdings {
+    /// What is here and was not in `before`, in words.
+    #[must_use]
+    pub fn beyond(&self, before: &Self) -> Vec<String> {
+        let beyond = |what: &str, now: &BTreeSet<String>, then: &BTreeSet<String>| -> Vec<String> {
+            now.difference(then).map(|name| format!("{what} {name}")).collect()
+        };
+        [
+            beyond("process", &self.processes, &before.processes),
+            beyond("mount", &self.mounts, &before.mounts),
+            beyond("cgroup", &self.cgroups, &before.cgroups),
+            beyond("file", &self.runtime_files, &before.runtime_files),
+        ]
+        .concat()
+    }
+}
+
+/// Processes whose command line or working folder names the data folder.
+fn processes_naming(folder: &str, daemon: u32) -> Result<BTreeSet<String>> {
+    let mut found = BTreeSet::new();
+    for entry in fs::read_dir("/proc").context("cannot read /proc")? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        let Ok(pid) = name.parse::<u32>() else { continue };
+        if pid == daemon || pid == std::process::id() {
+            continue;
+        }
+        let Ok(line) = fs::read(format!("/proc/{pid}/cmdline")) else { continue };
+        let line = String::from_utf8_lossy(&line).replace('\0', " ");
+        if line.contains(folder) {
+            found.insert(format!("{pid} {}", line.chars().take(160).collect::<String>()));
+        }
+    }
+    Ok(found)
+}
+
+fn lines_naming(file: &str, folder: &str) -> Result<BTreeSet<String>> {
+    let text = fs::read_to_string(file).with_context(|| format!("cannot read {file}"))?;
+    Ok(text.lines().filter(|line| line.contains(folder)).map(str::to_owned).collect())
+}
+
+fn names_in(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path().display().to_string()).collect()
+}
+
+/// Cgroups that the engine made for this data folder, in every hierarchy.
+fn cgroups_of(data_dir: &Path) -> Result<BTreeSet<String>> {
+    let tag = cgroup_tag(data_dir)?;
+    let mut found = BTreeSet::new();
+    let mut waiting = vec![(Path::new("/sys/fs/cgroup").to_owned(), 0)];
+    while let Some((folder, depth)) = waiting.pop() {
+        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+            if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                continue;
+            }
+            let path = entry.path();
+            if path.components().any(|part| part.as_os_str().to_string_lossy() == tag) {
+                found.insert(path.display().to_string());
+            }
+            if depth < 5 {
+                waiting.push((path, depth + 1));
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// The name of the cgroup that all sandboxes of a data folder are in.
+fn cgroup_tag(data_dir: &Path) -> Result<String> {
+    let about = fs::metadata(data_dir).with_context(|| format!("cannot stat {}", data_dir.display()))?;
+    Ok(format!("dormouse-{:x}-{:x}", about.dev(), about.ino()))
+}
+
+/// Open descriptors of a process.
+pub fn descriptors(pid: u32) -> Result<usize> {
+    Ok(fs::read_dir(format!("/proc/{pid}/fd")).context("cannot list descriptors")?.count())
+}
+
+/// Resident memory of a process, bytes.
+pub fn resident(pid: u32) -> Result<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).context("cannot read the status")?;
+    let line = status.lines().find(|line| line.starts_with("VmRSS:")).context("no VmRSS line")?;
+    let kib: u64 = line.split_whitespace().nth(1).context("no figure")?.parse()?;
+    Ok(kib << 10)
+}
+
+/// Bytes that a folder's files take on disk.
+#[must_use]
+pub fn disk_use(folder: &Path) -> u64 {
+    let mut total = 0;
+    let mut waiting = vec![folder.to_owned()];
+    while let Some(folder) = waiting.pop() {
+        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+            let Ok(about) = entry.metadata() else { continue };
+            total += about.blocks() * 512;
+            if about.is_dir() {
+                waiting.push(entry.path());
+            }
+        }
+    }
+    total
+}
