@@ -26,13 +26,41 @@ pub mod bytes64 {
     }
 
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Bytes, D::Error> {
-        let text = std::borrow::Cow::<'_, str>::deserialize(deserializer)?;
-        let engine = if text.contains(['-', '_']) { &URL_SAFE } else { &STANDARD };
-        engine
-            .decode(text.as_bytes())
-            .map(Bytes::from)
-            .map_err(|why| D::Error::custom(format!("not base64: {why}")))
+        decode(&std::borrow::Cow::<'_, str>::deserialize(deserializer)?).map_err(D::Error::custom)
     }
+
+    fn decode(text: &str) -> Result<Bytes, String> {
+        let engine = if text.contains(['-', '_']) { &URL_SAFE } else { &STANDARD };
+        engine.decode(text).map(Bytes::from).map_err(|why| format!("not base64: {why}"))
+    }
+
+    /// The same for a field of a oneof.
+    pub mod option {
+        use serde::de::Error as _;
+
+        use super::{Bytes, Deserialize, Deserializer, Serializer, decode};
+
+        pub fn serialize<S: Serializer>(bytes: &Option<Bytes>, serializer: S) -> Result<S::Ok, S::Error> {
+            match bytes {
+                Some(bytes) => super::serialize(bytes, serializer),
+                None => serializer.serialize_none(),
+            }
+        }
+
+        pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Bytes>, D::Error> {
+            let text = Option::<std::borrow::Cow<'_, str>>::deserialize(deserializer)?;
+            text.map(|text| decode(&text)).transpose().map_err(D::Error::custom)
+        }
+    }
+}
+
+/// `null` is the default, as in protobuf JSON.
+pub fn or_default<'de, D, T>(deserializer: D) -> Result<T, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Default + Deserialize<'de>,
+{
+    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
 }
 
 /// `int64` as a string; a number is accepted.

@@ -7,3 +7,4 @@
 pub mod connect;
 pub mod filesystem;
 pub mod json;
+pub mod process;
