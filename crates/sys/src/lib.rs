@@ -1,8 +1,11 @@
-//! Every OS call that needs `unsafe`, wrapped into something safe.
+//! Every OS call that needs `unsafe` or knowledge of kernel files: processes, cgroups, descriptors.
 //!
-//! Invariants: knows no sandbox and no tokio; nothing here decides anything.
+//! Invariants: knows no sandbox and no tokio; all calls block, shortly or for a time that the caller
+//! gives; what the kernel answers is parsed, never trusted to be well-formed.
 
-#![allow(unsafe_code, reason = "this crate is where unsafe lives")]
-
-pub mod child;
-pub mod random;
+pub mod cgroup;
+pub mod fds;
+pub mod files;
+pub mod process;
+pub mod spawn;
+pub mod unix;
