@@ -8,7 +8,10 @@
 //! client ── agent.sock (`stream`) ──> keeper ══ carrier (`carrier`) ══ agent ── `control`, `envd`
 //! ```
 
+pub mod carrier;
 pub mod control;
 pub mod envd;
 pub mod keeper;
+pub mod keeper_client;
+pub mod local;
 pub mod stream;
