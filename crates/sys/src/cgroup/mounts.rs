@@ -63,7 +63,7 @@ impl Hierarchies {
             return Some(Version::V1);
         }
         let has = |name: &&str| self.v2_controllers.iter().any(|controller| controller == *name);
-        (self.v2.is_some() && NEEDED_V2.iter().all(|name| has(name))).then_some(Version::V2)
+        (self.v2.is_some() && NEEDED_V2.iter().all(has)).then_some(Version::V2)
     }
 
     #[must_use]
