@@ -133,3 +133,57 @@ pub fn disk_use(folder: &Path) -> u64 {
     }
     total
 }
+
+/// Host processes of a sandbox's runtime and all their descendants; the keeper is not one of them.
+pub fn processes_of_runtime(data_dir: &Path, daemon: u32, sandbox: &str) -> Result<Vec<u32>> {
+    let runtime = runtime_of(data_dir, sandbox)?;
+    let mut found: Vec<u32> = holdings(data_dir, daemon)?
+        .processes
+        .iter()
+        .filter(|process| process.contains(&runtime) && !process.contains(" keeper "))
+        .filter_map(|process| process.split_whitespace().next()?.parse().ok())
+        .collect();
+    let mut next = 0;
+    while next < found.len() {
+        let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", found[next]));
+        for child in children.unwrap_or_default().split_whitespace().filter_map(|pid| pid.parse().ok()) {
+            if !found.contains(&child) {
+                found.push(child);
+            }
+        }
+        next += 1;
+    }
+    Ok(found)
+}
+
+/// The runtime's id, as the command line of the sandbox's host processes names it.
+fn runtime_of(data_dir: &Path, sandbox: &str) -> Result<String> {
+    let script = "import sqlite3, sys\n\
+        db = sqlite3.connect(f'file:{sys.argv[1]}/node.db?mode=ro', uri=True)\n\
+        print(db.execute('select runtime from sandboxes where id = ?', (sys.argv[2],)).fetchone()[0])";
+    let output = std::process::Command::new("python3")
+        .arg("-c")
+        .arg(script)
+        .arg(data_dir)
+        .arg(sandbox)
+        .output()
+        .context("cannot run python3")?;
+    let runtime = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+    anyhow::ensure!(
+        output.status.success() && !runtime.is_empty() && runtime != "None",
+        "the journal knows no runtime of {sandbox}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(runtime)
+}
+
+/// CPU time of processes since their start, in ticks of 10 ms.
+#[must_use]
+pub fn cpu_ticks(pids: &[u32]) -> u64 {
+    let ticks = |pid: &u32| -> Option<u64> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let fields: Vec<&str> = stat.rsplit_once(") ")?.1.split_whitespace().collect();
+        Some(fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?)
+    };
+    pids.iter().filter_map(ticks).sum()
+}

@@ -101,7 +101,7 @@ pub async fn s04(stage: &mut Stage) -> Result<()> {
     sandbox.sh("head -c 50000000 /dev/urandom > big.bin; sync; echo later > state.txt").await?;
     let data_dir = stage.data_dir().to_owned();
     let daemon = stage.daemon()?.pid();
-    let killed = kill_runtime(&data_dir, daemon, &sandbox).await?;
+    let killed = kill_runtime(&data_dir, daemon, &sandbox)?;
     ensure!(killed > 0, "no host process of the sandbox was found");
     eventually("the failed state", || async { Ok(sandbox.own_info().await?["state"] == "failed") }).await?;
     let why = sandbox.own_info().await?["why"].to_string();
@@ -113,29 +113,13 @@ pub async fn s04(stage: &mut Stage) -> Result<()> {
 }
 
 /// kill -9 of everything on the host that runs the sandbox, its keeper excepted.
-pub(super) async fn kill_runtime(data_dir: &Path, daemon: u32, sandbox: &Sandbox) -> Result<usize> {
-    let runtime = runtime_of(data_dir, &sandbox.id)?;
-    let mut killed = 0;
-    for process in host::holdings(data_dir, daemon)?.processes {
-        if process.contains(&runtime) && !process.contains(" keeper ") {
-            let pid = process.split_whitespace().next().unwrap_or_default();
-            // Children die with their parent: one that is already gone is no error.
-            drop(super::stage::shell(&format!("kill -9 {pid}")));
-            killed += 1;
-        }
+fn kill_runtime(data_dir: &Path, daemon: u32, sandbox: &Sandbox) -> Result<usize> {
+    let processes = host::processes_of_runtime(data_dir, daemon, &sandbox.id)?;
+    for pid in &processes {
+        // Children die with their parent: one that is already gone is no error.
+        drop(super::stage::shell(&format!("kill -9 {pid}")));
     }
-    Ok(killed)
-}
-
-/// The runtime's id, as the command line of the sandbox's host processes names it.
-fn runtime_of(data_dir: &Path, sandbox: &str) -> Result<String> {
-    let query = format!("select runtime from sandboxes where id = '{sandbox}'");
-    let script = format!(
-        "import sqlite3; print(sqlite3.connect('file:{}/node.db?mode=ro', uri=True).execute(\"{query}\").fetchone()[0])",
-        data_dir.display()
-    );
-    let text = super::stage::shell(&format!("python3 -c \"$(cat <<'END'\n{script}\nEND\n)\""))?;
-    Ok(text.trim().to_owned())
+    Ok(processes.len())
 }
 
 /// Delete the source, its parent snapshots, its template: children and grandchildren live on.

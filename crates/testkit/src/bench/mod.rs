@@ -1,7 +1,12 @@
 //! Figures, side by side with raw runsc doing the same in the same run.
 
+mod figures;
+mod raw;
+mod upload;
+
 use std::path::PathBuf;
 
+use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 #[derive(Debug, Clone)]
@@ -40,6 +45,7 @@ impl Figure {
 }
 
 /// Measures, telling `done` of each figure as it is there.
-pub fn run(_options: &Options, _done: &mut dyn FnMut(&Figure)) -> anyhow::Result<Vec<Figure>> {
-    Ok(Vec::new())
+pub fn run(options: &Options, done: &mut dyn FnMut(&Figure)) -> Result<Vec<Figure>> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    runtime.block_on(figures::all(options, done))
 }

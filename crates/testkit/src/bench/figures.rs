@@ -1,0 +1,296 @@
+//! Each figure of the gVisor engine: what is measured, against what.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use dormouse_wire::stream::ENVD_PORT;
+use hyper::Method;
+use serde_json::json;
+
+use super::raw::Raw;
+use super::{Figure, Options, upload};
+use crate::daemon::Daemon;
+use crate::host;
+use crate::sandbox::Sandbox;
+
+/// Memory that a paused sandbox holds, beside its processes.
+const HELD_MIB: u32 = 200;
+const IDLE_SANDBOXES: u32 = 10;
+const MIB: f64 = 1_048_576.0;
+const HELLO: [&str; 4] = ["/bin/bash", "-l", "-c", "echo hi"];
+
+struct Bench<'a> {
+    options: &'a Options,
+    daemon: Daemon,
+    raw: Raw,
+    scratch: PathBuf,
+    figures: Vec<Figure>,
+    done: &'a mut dyn FnMut(&Figure),
+}
+
+pub async fn all(options: &Options, done: &mut dyn FnMut(&Figure)) -> Result<Vec<Figure>> {
+    let daemon = Daemon::start(&options.binary, &options.data_dir, &[]).await?;
+    let scratch = options.data_dir.with_extension("bench");
+    let raw = Raw::new(&scratch.join("raw"), &rootfs_of_base(&daemon).await?)?;
+    let mut bench = Bench { options, daemon, raw, scratch: scratch.clone(), figures: Vec::new(), done };
+    let wanted = |name: &str| options.only.is_empty() || options.only.iter().any(|one| one == name);
+    if wanted("command") {
+        bench.command().await?;
+    }
+    if wanted("create") {
+        bench.create().await?;
+    }
+    if wanted("pause") || wanted("resume") {
+        bench.pause_and_resume().await?;
+    }
+    if wanted("idle") {
+        bench.idle().await?;
+    }
+    if wanted("upload") {
+        bench.upload().await?;
+    }
+    let figures = std::mem::take(&mut bench.figures);
+    drop(bench);
+    std::fs::remove_dir_all(&scratch).with_context(|| format!("cannot remove {}", scratch.display()))?;
+    Ok(figures)
+}
+
+async fn rootfs_of_base(daemon: &Daemon) -> Result<PathBuf> {
+    let told =
+        daemon.http.api(Method::GET, "/dormouse/v1/templates/base", None).await?.expect(200)?.json()?;
+    let name = told["rootfs"].as_str().context("the template names no root file system")?;
+    Ok(daemon.data_dir.join("images").join(name).join("rootfs"))
+}
+
+fn median(mut times: Vec<Duration>) -> f64 {
+    times.sort();
+    times.get(times.len() / 2).map_or(f64::NAN, |time| time.as_secs_f64() * 1000.0)
+}
+
+impl Bench<'_> {
+    fn tell(&mut self, name: &str, unit: &str, ours: f64, raw: Option<f64>, limit: f64, note: &str) {
+        let figure = Figure {
+            name: name.to_owned(),
+            unit: unit.to_owned(),
+            ours,
+            raw,
+            ratio: raw.map(|raw| ours / raw),
+            limit: Some(limit),
+            runs: self.options.runs,
+            note: note.to_owned(),
+        };
+        (self.done)(&figure);
+        self.figures.push(figure);
+    }
+
+    async fn sandbox(&self) -> Result<Sandbox> {
+        Sandbox::create(&self.daemon.http, json!({"timeout": 3600})).await
+    }
+
+    async fn command(&mut self) -> Result<()> {
+        let sandbox = self.sandbox().await?;
+        let mut echo = self.raw.create_echo("exec", 0)?;
+        self.raw.start(&mut echo)?;
+        let (mut ours, mut raw) = (Vec::new(), Vec::new());
+        for _ in 0..=self.options.runs {
+            let started = Instant::now();
+            ensure!(sandbox.sh("echo hi").await? == "hi\n", "the command's output is wrong");
+            ours.push(started.elapsed());
+            raw.push(self.raw.exec("exec", &HELLO)?);
+        }
+        self.raw.delete("exec");
+        sandbox.kill().await?.expect(204)?;
+        let (ours, raw) = (median(ours), median(raw));
+        self.tell(
+            "command",
+            "ms",
+            ours,
+            Some(raw),
+            0.35,
+            "`echo hi` through the API ÷ runsc exec of the same",
+        );
+        Ok(())
+    }
+
+    async fn create(&mut self) -> Result<()> {
+        let (mut ours, mut raw) = (Vec::new(), Vec::new());
+        for run in 0..=self.options.runs {
+            // The pool fills again between two creates, as it does between two requests of a day.
+            self.pool_is_full().await?;
+            let started = Instant::now();
+            let sandbox = self.sandbox().await?;
+            ensure!(sandbox.sh("echo hi").await? == "hi\n", "the command's output is wrong");
+            ours.push(started.elapsed());
+            sandbox.kill().await?.expect(204)?;
+            raw.push(self.raw.cold_start(&format!("cold{run}"), &HELLO)?);
+        }
+        let (ours, raw) = (median(ours), median(raw));
+        self.tell(
+            "create",
+            "ms",
+            ours,
+            Some(raw),
+            0.5,
+            "create → first command's output ÷ runsc run of the same",
+        );
+        Ok(())
+    }
+
+    /// Waits until no process of the data folder starts or ends any more.
+    async fn pool_is_full(&self) -> Result<()> {
+        let mut last = host::holdings(&self.daemon.data_dir, self.daemon.pid())?.processes;
+        for _ in 0..100 {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            let now = host::holdings(&self.daemon.data_dir, self.daemon.pid())?.processes;
+            if now == last {
+                return Ok(());
+            }
+            last = now;
+        }
+        Ok(())
+    }
+
+    async fn pause_and_resume(&mut self) -> Result<()> {
+        let sandbox = self.sandbox().await?;
+        let hold = format!(
+            "exec python3 -c 'import os, time; held = os.urandom(1 << 20) * {HELD_MIB}; time.sleep(9999)'"
+        );
+        sandbox.spawn(&hold).await?;
+        sandbox.sh("mkdir -p www && echo hi > www/index.html").await?;
+        sandbox.spawn("exec python3 -m http.server 8000 --bind 127.0.0.1 -d www").await?;
+        sandbox.sh("until curl -s --noproxy '*' 127.0.0.1:8000; do sleep 0.1; done").await?;
+        let mut echo = self.raw.create_echo("echo0", HELD_MIB)?;
+        self.raw.start(&mut echo)?;
+        let (mut pauses, mut checkpoints) = (Vec::new(), Vec::new());
+        let (mut resumes, mut restores, mut thaws) = (Vec::new(), Vec::new(), Vec::new());
+        for run in 0..=self.options.runs {
+            let image = self.raw.image(&format!("image{run}"));
+            checkpoints.push(self.raw.checkpoint(&echo.id, &image)?);
+            self.raw.delete(&echo.id);
+            echo = self.raw.create_echo(&format!("echo{}", run + 1), HELD_MIB)?;
+            restores.push(self.raw.restore(&mut echo, &image)?);
+            std::fs::remove_dir_all(&image)?;
+            let started = Instant::now();
+            sandbox.pause().await?;
+            pauses.push(started.elapsed());
+            self.pool_is_full().await?;
+            let started = Instant::now();
+            sandbox.resume().await?;
+            sandbox.get(8000, "/").await?.expect(200)?;
+            resumes.push(started.elapsed());
+            thaws.push(self.thaw(&sandbox).await?);
+        }
+        self.raw.delete(&echo.id);
+        sandbox.kill().await?.expect(204)?;
+        let (pause, checkpoint) = (median(pauses), median(checkpoints));
+        let (resume, restore, thaw) = (median(resumes), median(restores), median(thaws));
+        let note = format!("pause to disk ÷ runsc checkpoint (uncompressed, direct), {HELD_MIB} MiB held");
+        self.tell("pause", "ms", pause, Some(checkpoint), 1.25, &note);
+        let note = "resume from disk → first reply ÷ runsc restore into a created container → first reply";
+        self.tell("resume", "ms", resume, Some(restore), 1.25, note);
+        self.tell(
+            "thaw",
+            "ms",
+            thaw,
+            Some(resume),
+            0.1,
+            "frozen → first reply ÷ resume from disk → first reply",
+        );
+        Ok(())
+    }
+
+    async fn thaw(&self, sandbox: &Sandbox) -> Result<Duration> {
+        let path = format!("/dormouse/v1/sandboxes/{}/freeze", sandbox.id);
+        sandbox.http.api(Method::POST, &path, None).await?.expect(204)?;
+        let started = Instant::now();
+        sandbox.get(8000, "/").await?.expect(200)?;
+        Ok(started.elapsed())
+    }
+
+    async fn idle(&mut self) -> Result<()> {
+        self.pool_is_full().await?;
+        let pid = self.daemon.pid();
+        let before = proportional(pid)?;
+        let mut sandboxes = Vec::new();
+        for _ in 0..IDLE_SANDBOXES {
+            sandboxes.push(self.sandbox().await?);
+        }
+        self.pool_is_full().await?;
+        let keepers: f64 =
+            keepers(&self.daemon.data_dir, pid)?.into_iter().map(proportional).sum::<Result<f64>>()?;
+        let each = (keepers + proportional(pid)? - before) / f64::from(IDLE_SANDBOXES) / MIB;
+        let note = "proportional memory of keeper and daemon per idle sandbox, beyond runsc's own";
+        self.tell("idle-memory", "MiB", each, None, 3.0, note);
+        let path = format!("/dormouse/v1/sandboxes/{}/freeze", sandboxes[0].id);
+        self.daemon.http.api(Method::POST, &path, None).await?.expect(204)?;
+        let used = self.cpu_over(&sandboxes[0], Duration::from_secs(5)).await?;
+        self.tell(
+            "frozen-cpu",
+            "ms",
+            used,
+            None,
+            0.0,
+            "CPU time of all host processes of a frozen sandbox in 5 s",
+        );
+        for sandbox in sandboxes {
+            sandbox.kill().await?.expect(204)?;
+        }
+        Ok(())
+    }
+
+    /// CPU time of the sandbox's host processes (keeper excepted) over a while, milliseconds.
+    async fn cpu_over(&self, sandbox: &Sandbox, time: Duration) -> Result<f64> {
+        let processes = host::processes_of_runtime(&self.daemon.data_dir, self.daemon.pid(), &sandbox.id)?;
+        ensure!(!processes.is_empty(), "no host process of {} was found", sandbox.id);
+        let before = host::cpu_ticks(&processes);
+        tokio::time::sleep(time).await;
+        let ticks = host::cpu_ticks(&processes) - before;
+        Ok(f64::from(u32::try_from(ticks)?) * 10.0)
+    }
+
+    async fn upload(&mut self) -> Result<()> {
+        let sandbox = self.sandbox().await?;
+        let plain = upload::plain_server(self.scratch.join("upload.bin")).await?;
+        let headers = [
+            ("e2b-sandbox-id", sandbox.id.clone()),
+            ("e2b-sandbox-port", ENVD_PORT.to_string()),
+            ("x-access-token", sandbox.token.clone().unwrap_or_default()),
+            ("content-type", "application/octet-stream".to_owned()),
+        ];
+        let (mut ours, mut raw) = (Vec::new(), Vec::new());
+        for _ in 0..self.options.runs {
+            raw.push(upload::send(&plain, "/", &[]).await?);
+            let address = &self.daemon.http.address;
+            ours.push(upload::send(address, "/files?path=/home/user/upload.bin", &headers).await?);
+        }
+        let size = sandbox.sh("stat -c %s upload.bin").await?;
+        ensure!(size.trim() == upload::BYTES.to_string(), "{size} bytes arrived");
+        sandbox.kill().await?.expect(204)?;
+        let (ours, raw) = (median(ours), median(raw));
+        self.tell(
+            "upload",
+            "ms",
+            ours,
+            Some(raw),
+            2.0,
+            "1 GiB into a sandbox's file ÷ plain HTTP upload into a file",
+        );
+        Ok(())
+    }
+}
+
+fn keepers(data_dir: &Path, daemon: u32) -> Result<Vec<u32>> {
+    let processes = host::holdings(data_dir, daemon)?.processes;
+    let keepers = processes.iter().filter(|process| process.contains(" keeper "));
+    Ok(keepers.filter_map(|process| process.split_whitespace().next()?.parse().ok()).collect())
+}
+
+/// Proportional set size of a process, bytes.
+fn proportional(pid: u32) -> Result<f64> {
+    let text =
+        std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).context("cannot read the memory map")?;
+    let line = text.lines().find(|line| line.starts_with("Pss:")).context("no Pss line")?;
+    let kib: f64 = line.split_whitespace().nth(1).context("no figure")?.parse()?;
+    Ok(kib * 1024.0)
+}
