@@ -118,7 +118,7 @@ mod tests {
         for bytes in
             [0, 1, 1024, block - 1, block, block + 1, 2 * block, 2 * block + 7, 3 * block, 5 * block + 1025]
         {
-            let content: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();
+            let content: Vec<u8> = (0..bytes).map(|i| u8::try_from(i * 31 % 251).unwrap()).collect();
             let mut file = tempfile::tempfile().unwrap();
             file.write_all(&content).unwrap();
             let (digest, len) = digest_file(&file, &AtomicBool::new(false)).unwrap();

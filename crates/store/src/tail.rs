@@ -144,10 +144,10 @@ mod tests {
 
     #[test]
     fn appended_bytes_give_the_plain_digest() {
-        for steps in [0_usize, 1, 3, 40] {
+        for steps in [0_u8, 1, 3, 40] {
             let (found, content) = follow_writes(|_, file| {
                 for step in 0..steps {
-                    file.write_all(&vec![step as u8; 123_457]).unwrap();
+                    file.write_all(&vec![step; 123_457]).unwrap();
                 }
             });
             assert_eq!(found, Some((*blake3::hash(&content).as_bytes(), content.len() as u64)), "{steps}");
