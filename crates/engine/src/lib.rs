@@ -30,6 +30,12 @@ pub trait Engine: Send + Sync + 'static {
 
     fn capabilities(&self) -> Capabilities;
 
+    /// Names of the files of a checkpoint that their writer only appends to: they can be hashed while
+    /// they are written, which keeps a pause short.
+    fn checkpoint_files(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// What a snapshot taken here now needs of the host that restores it.
     fn compat(&self) -> Compat;
 

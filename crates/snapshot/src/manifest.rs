@@ -16,7 +16,7 @@ const LABELS_MAX: usize = 256;
 pub type Digest = [u8; 32];
 
 /// Why a snapshot was taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reason {
     Pause,
     Checkpoint,
