@@ -10,6 +10,7 @@
 
 pub mod carrier;
 pub mod control;
+pub mod dns;
 pub mod envd;
 pub mod keeper;
 pub mod keeper_client;
