@@ -29,6 +29,8 @@ pub struct Settings {
     pub default_user: Option<String>,
     /// `None`: the user's home.
     pub default_workdir: Option<PathBuf>,
+    /// Variables that make programs trust the CA that a wake brought.
+    pub trust_env: BTreeMap<String, String>,
     /// Whether the egress proxies are offered to what is started.
     pub egress: bool,
 }

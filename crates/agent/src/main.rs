@@ -2,6 +2,7 @@
 
 mod auth;
 mod carrier;
+mod clock;
 mod context;
 mod egress;
 mod files;
@@ -16,7 +17,7 @@ use process::Processes;
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> std::io::Result<()> {
-    let ctx = Ctx::new(Settings::default(), Processes);
+    let ctx = Ctx::new(Settings::default(), Processes::default());
     let envd = http::envd(&ctx);
     carrier::run(ctx, http::Services { envd, control: axum::Router::new() }).await
 }

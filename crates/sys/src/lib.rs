@@ -4,8 +4,12 @@
 //! gives; what the kernel answers is parsed, never trusted to be well-formed.
 
 pub mod cgroup;
+#[allow(unsafe_code, reason = "pre_exec and setgroups/setresuid have no safe form")]
+pub mod child;
 pub mod fds;
 pub mod files;
 pub mod process;
+#[allow(unsafe_code, reason = "the random device's ioctls have no safe form")]
+pub mod random;
 pub mod spawn;
 pub mod unix;

@@ -1,13 +1,17 @@
 //! process.Process: the processes that clients start.
+//!
+//! Every process leads a session and a process group of its own; signals and deadlines reach the
+//! whole group. A client that goes away never ends a process. Output is bounded (see [`output`]).
 
-use axum::Router;
+mod events;
+mod fd;
+mod output;
+mod reaper;
+mod registry;
+mod service;
+mod spawn;
+mod supervise;
 
-use crate::context::Ctx;
-
-/// All processes that were started for clients.
-#[derive(Debug, Clone, Default)]
-pub struct Processes;
-
-pub fn router(_ctx: Ctx) -> Router {
-    Router::new()
-}
+pub use reaper::{Exit, Reaper, Started};
+pub use registry::Processes;
+pub use service::router;
