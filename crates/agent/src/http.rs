@@ -16,7 +16,7 @@ use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use crate::context::{Counted, Ctx};
-use crate::{auth, files, filesystem, process};
+use crate::{auth, files, filesystem, metrics, process};
 
 /// The two services that the carrier offers by port.
 #[derive(Clone)]
@@ -31,6 +31,7 @@ pub struct Services {
 pub fn envd(ctx: &Ctx) -> Router {
     Router::new()
         .route("/health", get(async || StatusCode::NO_CONTENT))
+        .merge(metrics::router(ctx.clone()))
         .merge(process::router(ctx.clone()))
         .merge(filesystem::router(ctx.clone()))
         .merge(files::router(ctx.clone()))

@@ -263,9 +263,12 @@ impl Processes {
         }
     }
 
-    #[must_use]
-    pub fn running(&self) -> usize {
-        self.lock().running.len()
+    /// Waits until none of those that run now is left.
+    pub async fn all_ended(&self) {
+        let running: Vec<_> = self.lock().running.values().cloned().collect();
+        for process in running {
+            process.ended.cancelled().await;
+        }
     }
 
     async fn retire(&self, process: &Arc<Process>) {
