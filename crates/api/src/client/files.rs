@@ -13,7 +13,7 @@ use hyper::body::Incoming;
 use tokio::fs::File;
 use tokio::io::{AsyncRead, AsyncWriteExt as _, ReadBuf};
 
-use super::{ClientError, Envd, encode};
+use super::{Body, ClientError, Envd, encode};
 
 const PORTION_BYTES: usize = 256 << 10;
 
@@ -57,6 +57,24 @@ impl<F: FnMut(u64) + Send + Unpin> http_body::Body for FileBody<F> {
     }
 }
 
+/// A file as a body, and its length where that is known (not of a pipe).
+pub(super) async fn file_body(
+    what: &str,
+    from: &Path,
+    told: impl FnMut(u64) + Send + Unpin + 'static,
+) -> Result<(Body, Option<u64>), ClientError> {
+    let local = |action, source| ClientError::Local {
+        what: what.to_owned(),
+        action,
+        path: from.display().to_string(),
+        source,
+    };
+    let file = File::open(from).await.map_err(|source| local("open", source))?;
+    let metadata = file.metadata().await.map_err(|source| local("look at", source))?;
+    let body = FileBody { file, told, buffer: vec![0; PORTION_BYTES] };
+    Ok((body.boxed_unsync(), metadata.is_file().then_some(metadata.len())))
+}
+
 impl Envd {
     /// Sends the file `from` to `path` inside. `told` hears how many bytes each portion had.
     pub async fn upload(
@@ -66,19 +84,11 @@ impl Envd {
         told: impl FnMut(u64) + Send + Unpin + 'static,
     ) -> Result<(), ClientError> {
         let what = format!("copy {} to {path} in sandbox {}", from.display(), self.sandbox());
-        let local = |action, source| ClientError::Local {
-            what: what.clone(),
-            action,
-            path: from.display().to_string(),
-            source,
-        };
-        let file = File::open(from).await.map_err(|source| local("open", source))?;
-        let length = file.metadata().await.map_err(|source| local("look at", source))?;
-        let body = FileBody { file, told, buffer: vec![0; PORTION_BYTES] };
-        let mut request = self.request(&what, Method::POST, &self.files_path(path), body.boxed_unsync())?;
+        let (body, length) = file_body(&what, from, told).await?;
+        let mut request = self.request(&what, Method::POST, &self.files_path(path), body)?;
         request.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
-        if length.is_file() {
-            request.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from(length.len()));
+        if let Some(length) = length {
+            request.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from(length));
         }
         let response = self.client.send(&what, request).await?;
         self.client.collect(&what, response).await?;

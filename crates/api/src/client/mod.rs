@@ -24,6 +24,7 @@ use hyper_util::rt::TokioExecutor;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+pub use crate::query::percent_encode as encode;
 pub use envd::{Envd, Target};
 pub use error::ClientError;
 pub use files::Download;
@@ -45,22 +46,6 @@ pub struct Client {
     http: Http,
     authority: String,
     key: Option<HeaderValue>,
-}
-
-/// Percent-encodes one path segment or query value.
-#[must_use]
-pub fn encode(text: &str) -> String {
-    use std::fmt::Write as _;
-    let mut encoded = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) {
-            encoded.push(char::from(byte));
-        } else {
-            // Writing into a String cannot fail.
-            let _ = write!(encoded, "%{byte:02X}");
-        }
-    }
-    encoded
 }
 
 impl Client {
@@ -126,19 +111,43 @@ impl Client {
         self.call(what, Method::DELETE, path, None::<&()>).await
     }
 
-    /// Like `post`, the answer a line of JSON at a time.
-    pub async fn post_lines(
+    /// One page of a list and the token of the next one.
+    pub async fn get_page<T: DeserializeOwned>(
         &self,
         what: &str,
         path: &str,
-        body: &impl Serialize,
-    ) -> Result<Lines, ClientError> {
-        let request = self.request(what, Method::POST, path, Some(body))?;
-        Ok(Lines::new(what, self.send(what, request).await?))
+    ) -> Result<(T, Option<String>), ClientError> {
+        let request = self.request(what, Method::GET, path, None::<&()>)?;
+        let response = self.send(what, request).await?;
+        let next = response.headers().get("x-next-token").and_then(|value| value.to_str().ok());
+        let next = next.filter(|token| !token.is_empty()).map(str::to_owned);
+        let bytes = self.collect(what, response).await?;
+        let page = serde_json::from_slice(&bytes)
+            .map_err(|error| ClientError::Answer { what: what.to_owned(), why: error.to_string() })?;
+        Ok((page, next))
     }
 
-    pub async fn get_lines(&self, what: &str, path: &str) -> Result<Lines, ClientError> {
+    /// Server-sent events whose data are JSON.
+    pub async fn get_events(&self, what: &str, path: &str) -> Result<Lines, ClientError> {
         let request = self.request(what, Method::GET, path, None::<&()>)?;
+        Ok(Lines::events(what, self.send(what, request).await?))
+    }
+
+    /// Sends a file as the body; the answer comes a line of JSON at a time.
+    pub async fn post_file_lines(
+        &self,
+        what: &str,
+        path: &str,
+        content_type: &'static str,
+        file: &std::path::Path,
+    ) -> Result<Lines, ClientError> {
+        let mut request = self.request(what, Method::POST, path, None::<&()>)?;
+        let (body, length) = files::file_body(what, file, |_| ()).await?;
+        *request.body_mut() = body;
+        request.headers_mut().insert(http::header::CONTENT_TYPE, HeaderValue::from_static(content_type));
+        if let Some(length) = length {
+            request.headers_mut().insert(http::header::CONTENT_LENGTH, HeaderValue::from(length));
+        }
         Ok(Lines::new(what, self.send(what, request).await?))
     }
 

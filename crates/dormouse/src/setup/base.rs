@@ -1,0 +1,162 @@
+//! The default template, built through a daemon: the one that runs, or one that is started for it and ended after.
+
+use std::fs::File;
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use dormouse_api::client::Client;
+use dormouse_api::dormouse::{BuildQuery, TemplateInfo};
+
+use crate::cli::{CliError, Context, build_template, spinner};
+
+/// The default template's name.
+const NAME: &str = "base";
+const TEMPLATE: &str = include_str!("base.toml");
+const READY_PATIENCE: Duration = Duration::from_secs(120);
+const STOP_PATIENCE: Duration = Duration::from_secs(30);
+const POLL: Duration = Duration::from_millis(50);
+
+/// A daemon that is asked; `Ours` ends with it.
+enum Daemon {
+    Running(Context),
+    Ours { context: Context, child: Child },
+}
+
+impl Daemon {
+    fn context(&self) -> &Context {
+        match self {
+            Self::Running(context) | Self::Ours { context, .. } => context,
+        }
+    }
+
+    async fn find_or_start(context: &Context) -> Result<Self, CliError> {
+        let asked = context.again();
+        if asked.client()?.healthy().await {
+            return Ok(Self::Running(asked));
+        }
+        let failed = |error: std::io::Error| {
+            CliError::failed(format!("cannot start a daemon for the set-up: {error}"))
+        };
+        std::fs::create_dir_all(&context.data_dir)
+            .map_err(|source| CliError::file("make the data folder", &context.data_dir, source))?;
+        let listen = TcpListener::bind("127.0.0.1:0").and_then(|probe| probe.local_addr()).map_err(failed)?;
+        let log_path = context.data_dir.join("setup-serve.log");
+        let log = File::create(&log_path).map_err(|source| CliError::file("write", &log_path, source))?;
+        let mut child = Command::new(std::env::current_exe().map_err(failed)?)
+            .args(["serve", "--listen", &listen.to_string(), "--data-dir"])
+            .arg(&context.data_dir)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().map_err(failed)?)
+            .stderr(log)
+            .spawn()
+            .map_err(failed)?;
+        let url = format!("http://{listen}");
+        let client = Client::new(&url, None)?;
+        let began = Instant::now();
+        while !client.healthy().await {
+            if let Some(status) = child.try_wait().map_err(failed)? {
+                let said = last_lines(&log_path);
+                return Err(CliError::failed(format!(
+                    "the daemon that the set-up needs ended with {status}:\n{said}"
+                )));
+            }
+            if began.elapsed() > READY_PATIENCE {
+                let _ = child.kill();
+                let _ = child.wait();
+                let said = last_lines(&log_path);
+                return Err(CliError::failed(format!(
+                    "the daemon that the set-up needs is not ready:\n{said}"
+                )));
+            }
+            tokio::time::sleep(POLL).await;
+        }
+        Ok(Self::Ours { context: context.at(url), child })
+    }
+
+    async fn end(self) -> Result<(), CliError> {
+        let Self::Ours { mut child, .. } = self else { return Ok(()) };
+        let failed =
+            |error: std::io::Error| CliError::failed(format!("cannot end the set-up's daemon: {error}"));
+        let pid = i32::try_from(child.id()).ok().and_then(rustix::process::Pid::from_raw);
+        if let Some(pid) = pid {
+            rustix::process::kill_process(pid, rustix::process::Signal::TERM)
+                .map_err(|error| failed(error.into()))?;
+        }
+        let began = Instant::now();
+        while child.try_wait().map_err(failed)?.is_none() {
+            if began.elapsed() > STOP_PATIENCE {
+                child.kill().map_err(failed)?;
+                child.wait().map_err(failed)?;
+                break;
+            }
+            tokio::time::sleep(POLL).await;
+        }
+        Ok(())
+    }
+}
+
+fn last_lines(path: &std::path::Path) -> String {
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(8)..].join("\n")
+}
+
+async fn find(context: &Context) -> Result<Option<TemplateInfo>, CliError> {
+    let templates: Vec<TemplateInfo> =
+        context.client()?.get("list the templates", "/dormouse/v1/templates").await?;
+    // An alias may carry its tag.
+    let is_base = |alias: &String| alias.split(':').next() == Some(NAME);
+    Ok(templates.into_iter().find(|template| template.aliases.iter().any(is_base)))
+}
+
+/// Whether the default template is there, without starting anything: a folder that no daemon was ever on has none.
+pub async fn is_there(context: &Context) -> Result<bool, CliError> {
+    let asked = context.again();
+    if asked.client()?.healthy().await {
+        return Ok(find(&asked).await?.is_some());
+    }
+    if !context.data_dir.join("node.db").is_file() || crate::doctor::find_runsc().is_err() {
+        return Ok(false);
+    }
+    let daemon = Daemon::find_or_start(context).await?;
+    let found = find(daemon.context()).await;
+    daemon.end().await?;
+    Ok(found?.is_some())
+}
+
+/// Builds the default template unless it is there, and gives its id.
+pub async fn ensure(context: &Context, tell: &dyn Fn(&str)) -> Result<String, CliError> {
+    let daemon = Daemon::find_or_start(context).await?;
+    let made = build(daemon.context(), tell).await;
+    daemon.end().await?;
+    made
+}
+
+async fn build(context: &Context, tell: &dyn Fn(&str)) -> Result<String, CliError> {
+    if let Some(template) = find(context).await? {
+        tell(&format!("template {NAME}: it is there ({})", template.template_id));
+        return Ok(template.template_id);
+    }
+    tell(&format!(
+        "building the template {NAME}: Debian with what agents usually need; this takes a few minutes"
+    ));
+    let failed = |source| CliError::file("write the template's folder below", &context.data_dir, source);
+    let folder = tempfile::tempdir().map_err(failed)?;
+    std::fs::write(folder.path().join("template.toml"), TEMPLATE).map_err(failed)?;
+    let query = BuildQuery {
+        names: vec![NAME.to_owned()],
+        file: "template.toml".to_owned(),
+        ..BuildQuery::default()
+    };
+    let waiting = spinner(context, "waiting for the first step");
+    let began = Instant::now();
+    let template = build_template(context, &query, folder.path(), |line| {
+        waiting.set_message(line.to_owned());
+        waiting.suspend(|| tell(&format!("  {line}")));
+    })
+    .await?;
+    waiting.finish_and_clear();
+    tell(&format!("template {NAME}: built in {} s ({})", began.elapsed().as_secs(), template.template_id));
+    Ok(template.template_id)
+}
