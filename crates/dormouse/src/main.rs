@@ -2,6 +2,7 @@
 //!
 //! Invariant: holds nothing that a sandbox needs.
 
+mod agent_binary;
 mod cli;
 mod doctor;
 mod serve;
