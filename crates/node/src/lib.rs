@@ -3,10 +3,18 @@
 //! Invariants: engines are known only through [`dormouse_engine::Engine`]; no JSON of the public API
 //! is known here; a state is written to the journal before it is told to anyone.
 
+mod actor;
+mod agent;
+mod boot;
 mod config;
 mod error;
+mod hub;
+mod journal;
+pub mod lifecycle;
 pub mod model;
 mod node;
+mod retention;
+mod work;
 
 pub use config::{AgentBinary, Limits, NodeConfig};
 pub use error::{ErrorCode, NodeError, OpenError, StreamError};

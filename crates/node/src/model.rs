@@ -33,7 +33,7 @@ pub enum Tier {
     Archive,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnTimeout {
     Kill,
@@ -258,6 +258,9 @@ pub struct SandboxInfo {
     pub owner: Option<KeyId>,
     pub rootfs: String,
     pub agent_version: Option<String>,
+    /// BLAKE3 of the agent's executable inside, hex.
+    #[serde(default)]
+    pub agent_digest: Option<String>,
 }
 
 /// What a restore kept, refreshed and could not keep. Every resume, fork, rollback and create gives one.

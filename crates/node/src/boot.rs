@@ -1,0 +1,308 @@
+//! Opening a node: lock, journal, what the engine still has, what was interrupted, what is left over.
+//!
+//! Order matters: the lock first; drafts whose engine had finished are put aside before the store
+//! sweeps unfinished folders; every sandbox is looked for before the engine sweeps what nobody owns.
+
+use std::collections::HashMap;
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use dormouse_engine::{Adopted, RuntimeState};
+use dormouse_image::Images;
+use dormouse_snapshot::{Manifest, Reason};
+use dormouse_store::{Store, Swept};
+use dormouse_types::{RuntimeId, SandboxId, SnapshotId};
+
+use crate::actor;
+use crate::config::NodeConfig;
+use crate::error::{NodeError, OpenError};
+use crate::hub::Hub;
+use crate::journal::{Journal, Opened, PendingOp, SandboxRow};
+use crate::lifecycle::{Action, Busy, Found, Phase, Work, recover};
+use crate::retention;
+use crate::work;
+
+const LOCK: &str = "node.lock";
+
+pub struct Booted {
+    pub hub: Arc<Hub>,
+    pub lock: File,
+    pub notes: Vec<String>,
+}
+
+pub async fn open(config: NodeConfig) -> Result<Booted, OpenError> {
+    if config.engines.is_empty() {
+        return Err(OpenError::NoEngine);
+    }
+    let dir = config.data_dir.clone();
+    let folder = |path: &Path| {
+        std::fs::create_dir_all(path).map_err(|source| OpenError::Io {
+            action: "make the folder",
+            path: path.to_owned(),
+            source,
+        })
+    };
+    folder(&dir)?;
+    let lock = take_lock(&dir)?;
+    let Opened { journal, kept_aside } = Journal::open(&dir)?;
+    let mut notes = Vec::new();
+    write_agent(&config)?;
+    let failed = |error: crate::journal::JournalError| OpenError::Journal { path: dir.clone(), why: error.to_string() };
+    let rows = journal.sandboxes().await.map_err(failed)?;
+    let last_event = journal.last_event().await.map_err(failed)?;
+    let snapshots = dir.join("snapshots");
+    let aside = put_aside(&snapshots, &rows);
+    let (store, swept) = Store::open(&snapshots)
+        .map_err(|error| OpenError::Store { path: snapshots.clone(), why: chain(&error) })?;
+    notes.extend(swept.iter().map(swept_note));
+    let images_dir = dir.join("images");
+    let (images, swept) = Images::open(&images_dir)
+        .map_err(|error| OpenError::Images { path: images_dir.clone(), why: chain(&error) })?;
+    notes.extend(swept.into_iter().map(|name| format!("removed the unfinished image {name}")));
+    let hub = Arc::new(Hub::new(config, journal, store, images, last_event));
+    finish_drafts(&hub, aside, &rows, &mut notes).await;
+    retention::reconcile(&hub)
+        .await
+        .map_err(|error| OpenError::Store { path: snapshots, why: error.to_string() })?;
+    let keep = adopt_all(&hub, rows, &mut notes).await;
+    match &kept_aside {
+        None => sweep(&hub, &keep, &mut notes).await?,
+        Some(kept) => notes.push(format!(
+            "the journal was damaged and is kept at {}; a new one was begun. Sandboxes are not known any more, \
+             but nothing of them was removed: their snapshots are listed, and `dormouse gc` removes the rest",
+            kept.display()
+        )),
+    }
+    for note in &notes {
+        tracing::warn!(note, "found at the start");
+    }
+    Ok(Booted { hub, lock, notes })
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
+}
+
+fn take_lock(dir: &Path) -> Result<File, OpenError> {
+    let path = dir.join(LOCK);
+    let failed = |action, source| OpenError::Io { action, path: path.clone(), source };
+    let mut file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(&path)
+        .map_err(|source| failed("open the lock", source))?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(std::fs::TryLockError::WouldBlock) => {
+            let mut pid = String::new();
+            drop(file.read_to_string(&mut pid));
+            let pid = if pid.trim().is_empty() { "unknown".to_owned() } else { pid.trim().to_owned() };
+            return Err(OpenError::Locked { folder: dir.to_owned(), pid });
+        }
+        Err(std::fs::TryLockError::Error(source)) => return Err(failed("lock", source)),
+    }
+    let write = file
+        .set_len(0)
+        .and_then(|()| file.rewind())
+        .and_then(|()| writeln!(file, "{}", std::process::id()));
+    write.map_err(|source| failed("write", source))?;
+    Ok(file)
+}
+
+/// `agent/<digest>/agent`: written whole, then renamed.
+fn write_agent(config: &NodeConfig) -> Result<(), OpenError> {
+    use std::os::unix::fs::PermissionsExt;
+    let Some(agent) = &config.agent else { return Ok(()) };
+    let dir = config.data_dir.join("agent").join(agent.digest());
+    let path = dir.join("agent");
+    if path.is_file() {
+        return Ok(());
+    }
+    let tmp = dir.join("agent.tmp");
+    let write = || {
+        std::fs::create_dir_all(&dir)?;
+        let mut file = File::create(&tmp)?;
+        file.write_all(&agent.bytes)?;
+        file.set_permissions(std::fs::Permissions::from_mode(0o755))?;
+        file.sync_all()?;
+        std::fs::rename(&tmp, &path)
+    };
+    write().map_err(|source| OpenError::Io { action: "write the agent", path: path.clone(), source })
+}
+
+/// Drafts that the engine had finished: moved out of the store's sight until it is open.
+fn put_aside(snapshots: &Path, rows: &[SandboxRow]) -> Vec<(PendingOp, SandboxId, PathBuf)> {
+    let mut aside = Vec::new();
+    for row in rows {
+        let Some(op) = row.op.clone().filter(|op| op.captured.is_some()) else { continue };
+        let from = snapshots.join(op.snapshot.as_str());
+        // The name is no id, so that the store leaves it alone.
+        let to = snapshots.join(format!("{}.interrupted", op.snapshot));
+        let moved = to.is_dir() || (!from.join("manifest").exists() && std::fs::rename(&from, &to).is_ok());
+        if moved {
+            aside.push((op, row.info.id.clone(), to));
+        }
+    }
+    aside
+}
+
+async fn finish_drafts(
+    hub: &Arc<Hub>,
+    aside: Vec<(PendingOp, SandboxId, PathBuf)>,
+    rows: &[SandboxRow],
+    notes: &mut Vec<String>,
+) {
+    for (op, sandbox, dir) in aside {
+        let Some(row) = rows.iter().find(|row| row.info.id == sandbox) else { continue };
+        let finished = finish_draft(hub, row, &op, &dir).await;
+        if let Err(error) = std::fs::remove_dir_all(&dir) {
+            tracing::warn!(%error, "an interrupted snapshot's folder stays");
+        }
+        notes.push(match finished {
+            Ok(()) => format!("finished the snapshot {} of {sandbox} that the daemon's end had interrupted", op.snapshot),
+            Err(error) => format!("the interrupted snapshot {} of {sandbox} is lost: {error}", op.snapshot),
+        });
+    }
+}
+
+async fn finish_draft(hub: &Arc<Hub>, row: &SandboxRow, op: &PendingOp, dir: &Path) -> Result<(), NodeError> {
+    let reason = match &op.work {
+        Work::Pause { reason } | Work::Checkpoint { reason } => *reason,
+        _ => Reason::Internal,
+    };
+    let compat = hub.engine(row.info.engine)?.compat();
+    let manifest = work::manifest(hub, &row.info, op, reason, compat);
+    let manifest = Manifest { parent: row.machine.head.clone(), ..manifest };
+    let (store, id, dir) = (hub.store.clone(), op.snapshot.clone(), dir.to_owned());
+    let files = op.captured.clone().unwrap_or_default();
+    let publish = move || {
+        let mut draft = store.begin(&id).map_err(|error| error.to_string())?;
+        for (name, _) in &files {
+            std::fs::rename(dir.join(name), draft.path().join(name))
+                .map_err(|error| format!("its file {name}: {error}"))?;
+        }
+        let files: Vec<_> = files.iter().map(|(name, role)| (name.as_str(), PendingOp::role(role))).collect();
+        draft.publish(manifest, &files).map_err(|error| chain(&error))
+    };
+    let published = hub.blocking("the publication of a snapshot", publish).await?;
+    published.map(drop).map_err(NodeError::internal)
+}
+
+fn swept_note(swept: &Swept) -> String {
+    match swept {
+        Swept::Unfinished { id, bytes } => format!("removed the unfinished snapshot {id} ({bytes} bytes)"),
+        Swept::Damaged { id, kept_at, why } => {
+            format!("the manifest of snapshot {id} is damaged ({why}); it is kept at {}", kept_at.display())
+        }
+        Swept::Unreadable { id, why } => format!("snapshot {id} cannot be read and was left alone: {why}"),
+    }
+}
+
+type Keep = HashMap<dormouse_types::EngineKind, Vec<(SandboxId, Option<RuntimeId>)>>;
+
+async fn adopt_all(hub: &Arc<Hub>, rows: Vec<SandboxRow>, notes: &mut Vec<String>) -> Keep {
+    let mut keep = Keep::new();
+    for row in rows {
+        adopt(hub, row, notes, &mut keep).await;
+    }
+    keep
+}
+
+async fn adopt(hub: &Arc<Hub>, row: SandboxRow, notes: &mut Vec<String>, keep: &mut Keep) {
+    let SandboxRow { mut info, mut machine, op } = row;
+    // Written in two commits: the state that names the work, then the work's own row.
+    let op = match &machine.phase {
+        Phase::Busy(busy) => match op.filter(|op| op.op == busy.op) {
+            None => {
+                let Busy { from, work, .. } = busy.clone();
+                let undone = from.filter(|_| work != Work::Destroy);
+                machine.phase = undone.map_or(Phase::Gone, Phase::At);
+                None
+            }
+            found => found,
+        },
+        Phase::At(_) | Phase::Gone => None,
+    };
+    let found = look(hub, &info, op.as_ref(), notes).await;
+    let (machine, actions) = recover(machine, &found, hub.now_ms());
+    if found.runtime == RuntimeState::Gone {
+        info.runtime = None;
+    } else if !found.keeper {
+        notes.push(format!("the keeper of sandbox {} is gone and will be replaced", info.id));
+    }
+    if let crate::model::State::Failed { why } = machine.view()
+        && !matches!(info.state, crate::model::State::Failed { .. })
+    {
+        notes.push(format!("sandbox {} failed: {why}", info.id));
+    }
+    let killed = matches!(&machine.phase, Phase::Busy(busy) if busy.work == Work::Destroy);
+    if !killed {
+        let runtimes = [info.runtime.clone(), started_runtime(&actions, op.as_ref())];
+        let kept = keep.entry(info.engine).or_default();
+        kept.push((info.id.clone(), runtimes.into_iter().flatten().next()));
+    }
+    actor::adopt(hub, info, machine, op, actions);
+}
+
+/// Kept from the sweep only while the actor has still to clean it up itself.
+fn started_runtime(actions: &[Action], op: Option<&PendingOp>) -> Option<RuntimeId> {
+    actions.contains(&Action::CleanUp).then(|| op.map(|op| op.runtime.clone())).flatten()
+}
+
+async fn look(
+    hub: &Arc<Hub>,
+    info: &crate::model::SandboxInfo,
+    op: Option<&PendingOp>,
+    notes: &mut Vec<String>,
+) -> Found {
+    let gone = Adopted { runtime: RuntimeState::Gone, keeper: false };
+    let engine = match hub.engine(info.engine) {
+        Ok(engine) => engine,
+        Err(error) => {
+            notes.push(format!("sandbox {}: {error}", info.id));
+            let published = published(hub, op).await;
+            return Found { runtime: RuntimeState::Gone, keeper: false, started: RuntimeState::Gone, published };
+        }
+    };
+    let mut serving = gone.clone();
+    match engine.adopt(&info.id, info.runtime.as_ref()).await {
+        Ok(adopted) => serving = adopted,
+        Err(error) => notes.push(error.to_string()),
+    }
+    let mut started = RuntimeState::Gone;
+    if let Some(op) = op
+        && let Ok(adopted) = engine.adopt(&info.id, Some(&op.runtime)).await
+    {
+        started = adopted.runtime;
+    }
+    if info.runtime.is_none() {
+        serving.runtime = RuntimeState::Gone;
+    }
+    Found { runtime: serving.runtime, keeper: serving.keeper, started, published: published(hub, op).await }
+}
+
+async fn published(hub: &Arc<Hub>, op: Option<&PendingOp>) -> Option<SnapshotId> {
+    let id = op?.snapshot.clone();
+    retention::load(hub, &id).await.ok().map(|manifest| manifest.id)
+}
+
+pub async fn sweep(hub: &Arc<Hub>, keep: &Keep, notes: &mut Vec<String>) -> Result<(), OpenError> {
+    for engine in &hub.config.engines {
+        let kept = keep.get(&engine.kind()).map_or(&[][..], Vec::as_slice);
+        let swept = engine.sweep(kept).await.map_err(|error| OpenError::Sweep { why: error.to_string() })?;
+        notes.extend(swept.runtimes.into_iter().map(|name| format!("removed the leftover runtime {name}")));
+        notes.extend(swept.keepers.into_iter().map(|name| format!("removed the leftover keeper {name}")));
+        notes.extend(swept.leftovers.into_iter().map(|name| format!("removed the leftover {name}")));
+    }
+    Ok(())
+}
