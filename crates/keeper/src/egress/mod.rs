@@ -1,0 +1,151 @@
+//! The sandbox's connections to the outside.
+//!
+//! A name is resolved once, here; the policy decides on each address; the connection goes to exactly
+//! the address that was allowed. When the rules change, connections that they no longer allow end.
+
+mod dns;
+mod resolve;
+
+use std::io;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use dormouse_policy::{Decision, EgressPolicy, Target};
+use dormouse_wire::carrier::{Direction, Stream, read_line, relay, write_line};
+use dormouse_wire::stream::{Open, Refusal, Reply};
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use crate::Keeper;
+use crate::meter::Counted;
+
+const LINE_TIME_MAX: Duration = Duration::from_secs(30);
+/// For one address; a black hole must not eat the caller's patience.
+const CONNECT_TIME_MAX: Duration = Duration::from_secs(8);
+/// Addresses of one name that are tried.
+const ADDRESSES_MAX: usize = 4;
+
+pub(crate) async fn serve(keeper: Arc<Keeper>) {
+    // The carrier bounds how many streams the agent has open.
+    while let Some(stream) = keeper.host.accept().await {
+        let keeper = keeper.clone();
+        tokio::spawn(async move {
+            if let Err(error) = serve_stream(stream, &keeper).await {
+                tracing::debug!(%error, "a stream of the sandbox broke");
+            }
+        });
+    }
+}
+
+async fn serve_stream(mut stream: Stream, keeper: &Keeper) -> io::Result<()> {
+    let line =
+        timeout(LINE_TIME_MAX, read_line(&mut stream)).await.map_err(|_| io::ErrorKind::TimedOut)??;
+    match Open::parse(&line) {
+        Ok(Open::Tcp { host, port }) => serve_tcp(stream, keeper, &host, port).await,
+        Ok(Open::Dns) => {
+            write_line(&mut stream, &Reply::Ok).await?;
+            dns::serve(&mut stream, keeper).await
+        }
+        Ok(Open::Connect { .. }) => {
+            refuse(stream, Refusal::Invalid, "the keeper serves TCP and DNS".to_owned()).await
+        }
+        Err(error) => refuse(stream, Refusal::Invalid, error.to_string()).await,
+    }
+}
+
+async fn refuse(mut stream: Stream, why: Refusal, message: String) -> io::Result<()> {
+    write_line(&mut stream, &Reply::Refused { why, message }).await?;
+    stream.shutdown().await
+}
+
+async fn serve_tcp(mut stream: Stream, keeper: &Keeper, host: &str, port: u16) -> io::Result<()> {
+    let policy = keeper.policy.borrow().clone();
+    let (mut socket, ip) = match connect(keeper, &policy, host, port).await {
+        Ok(connected) => connected,
+        Err((why, message)) => return refuse(stream, why, message).await,
+    };
+    let _counted = Counted::new(&keeper.meter.egress_open);
+    // Best effort: without it small writes wait for acknowledgements.
+    let _ = socket.set_nodelay(true);
+    write_line(&mut stream, &Reply::Ok).await?;
+    let joined = tokio::select! {
+        joined = relay(&stream, &mut socket, |direction: Direction, n| keeper.meter.moved(direction, n), |_| false) => joined,
+        () = denied(keeper, host, ip, port) => Err(io::ErrorKind::PermissionDenied.into()),
+    };
+    if joined.is_err() {
+        // What ends by an error inside ends by a reset outside.
+        let _ = socket.set_zero_linger();
+    }
+    joined
+}
+
+/// Ends when the rules have changed so that the connection is no longer allowed.
+async fn denied(keeper: &Keeper, host: &str, ip: IpAddr, port: u16) {
+    let mut changes = keeper.policy.subscribe();
+    loop {
+        let policy = changes.borrow_and_update().clone();
+        if let Decision::Deny(why) = decide(&policy, host, ip, port) {
+            tracing::info!(host, %ip, port, %why, "the rules changed: an open connection ends");
+            keeper.meter.egress_denied.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
+        if changes.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+fn decide(policy: &EgressPolicy, host: &str, ip: IpAddr, port: u16) -> Decision {
+    let host = host.parse::<IpAddr>().is_err().then_some(host);
+    policy.decide(&Target { host, ip, port, is_host: resolve::is_hosts_own(ip) })
+}
+
+async fn connect(
+    keeper: &Keeper,
+    policy: &EgressPolicy,
+    host: &str,
+    port: u16,
+) -> Result<(TcpStream, IpAddr), (Refusal, String)> {
+    let deny = |why: String| {
+        keeper.meter.egress_denied.fetch_add(1, Ordering::Relaxed);
+        tracing::info!(host, port, why, "a connection is denied");
+        (Refusal::Denied, why)
+    };
+    let ips = match host.parse::<IpAddr>() {
+        Ok(ip) => vec![ip],
+        Err(_) if !policy.may_resolve(host) => {
+            return Err(deny(format!("this sandbox has no internet access and no rule allows {host}")));
+        }
+        Err(_) => resolve::lookup(host).await.map_err(|error| (Refusal::Unreachable, error.to_string()))?,
+    };
+    let mut refusal = (Refusal::Unreachable, format!("{host} has no address"));
+    let mut tried = 0;
+    for ip in ips {
+        if let Decision::Deny(why) = decide(policy, host, ip, port) {
+            if tried == 0 {
+                refusal = (Refusal::Denied, format!("{ip} may not be reached: {why}"));
+            }
+            continue;
+        }
+        if tried == ADDRESSES_MAX {
+            break;
+        }
+        tried += 1;
+        match timeout(CONNECT_TIME_MAX, TcpStream::connect((ip, port))).await {
+            Ok(Ok(socket)) => return Ok((socket, ip)),
+            Ok(Err(error)) => {
+                let closed = error.kind() == io::ErrorKind::ConnectionRefused;
+                let why = if closed { Refusal::Closed } else { Refusal::Unreachable };
+                refusal = (why, format!("{ip} port {port}: {error}"));
+            }
+            Err(_) => {
+                let seconds = CONNECT_TIME_MAX.as_secs();
+                refusal = (Refusal::Unreachable, format!("{ip} port {port}: no answer within {seconds} s"));
+            }
+        }
+    }
+    if refusal.0 == Refusal::Denied { Err(deny(refusal.1)) } else { Err(refusal) }
+}
