@@ -1,0 +1,97 @@
+//! `cargo xtask sdk`: the unmodified E2B SDK, of two versions, against a live daemon.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+
+use crate::server::Server;
+use crate::{run, tools};
+
+/// The versions of PyPI's `e2b` that must work: current and the oldest that is still in use.
+const VERSIONS: &[&str] = &["2.63.0", "2.45.1"];
+/// What the tests themselves need, pinned.
+const REQUIREMENTS: &str = "tests/sdk/requirements.txt";
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Only this version of the SDK
+    #[arg(long)]
+    version: Option<String>,
+    /// The data folder (default: one below the target folder)
+    #[arg(long)]
+    data_dir: Option<PathBuf>,
+    /// Given to pytest, after `--`
+    #[arg(last = true)]
+    pytest: Vec<String>,
+}
+
+pub fn run(args: &Args) -> anyhow::Result<()> {
+    let binary = run::build_dormouse(false)?;
+    let data_dir = tools::data_dir(args.data_dir.as_deref());
+    tools::test_needs(true)?;
+    tools::setup(&binary, &data_dir, true)?;
+    let versions: Vec<&str> = args.version.as_deref().map_or_else(|| VERSIONS.to_vec(), |one| vec![one]);
+    all(&binary, &data_dir, &versions, &args.pytest)
+}
+
+pub fn every_version() -> &'static [&'static str] {
+    VERSIONS
+}
+
+/// Runs `tests/sdk` once per version against one daemon of its own.
+pub fn all(binary: &Path, data_dir: &Path, versions: &[&str], pytest: &[String]) -> anyhow::Result<()> {
+    let folder = run::root().join("tests").join("sdk");
+    if !folder.is_dir() {
+        bail!("the SDK's tests are not there: {} is missing", folder.display());
+    }
+    let mut server = Server::start(binary, data_dir)?;
+    let mut failed = Vec::new();
+    for version in versions {
+        let python = environment(version)?;
+        println!("sdk: e2b {version}");
+        let mut command = run::command(&python, &["-m", "pytest", "-q", "tests/sdk"]);
+        command
+            .args(pytest)
+            .env("E2B_API_URL", format!("http://{}", server.listen))
+            .env("E2B_SANDBOX_URL", format!("http://{}", server.listen))
+            .env("E2B_API_KEY", &server.key)
+            .env("DORMOUSE_URL", format!("http://{}", server.listen))
+            .env("DORMOUSE_API_KEY", &server.key)
+            .env("DORMOUSE_BIN", &server.binary)
+            .env("DORMOUSE_DATA_DIR", &server.data_dir)
+            // Nothing of the machine's own settings may reach the SDK.
+            .env_remove("E2B_DOMAIN")
+            .env_remove("E2B_DEBUG");
+        if let Err(error) = run::run(&mut command) {
+            eprintln!("{error:#}");
+            failed.push(*version);
+        }
+    }
+    server.stop()?;
+    if !failed.is_empty() {
+        bail!("the SDK's tests failed with e2b {}", failed.join(", "));
+    }
+    Ok(())
+}
+
+/// A virtual environment with this version of the SDK; made once.
+fn environment(version: &str) -> anyhow::Result<PathBuf> {
+    let folder = run::target().join("xtask").join(format!("e2b-{version}"));
+    let python = folder.join("bin").join("python");
+    let stamp = folder.join("ready");
+    let path = run::root().join(REQUIREMENTS);
+    let requirements =
+        std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let wanted = format!("{version}\n{requirements}");
+    if std::fs::read_to_string(&stamp).is_ok_and(|text| text == wanted) {
+        return Ok(python);
+    }
+    println!("installing e2b {version} and pytest into {} (for the SDK's tests)", folder.display());
+    let path = folder.to_string_lossy();
+    run::run(&mut run::command("python3", &["-m", "venv", "--clear", &path]))?;
+    let pin = format!("e2b=={version}");
+    let args = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"];
+    run::run(run::command(&python, &args).args([pin.as_str(), "-r", REQUIREMENTS]))?;
+    std::fs::write(&stamp, wanted).with_context(|| format!("cannot write {}", stamp.display()))?;
+    Ok(python)
+}
