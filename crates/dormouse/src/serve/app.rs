@@ -9,7 +9,7 @@ use dormouse_node::Node;
 use dormouse_types::KeyId;
 use tokio_util::sync::CancellationToken;
 
-use super::pool::Pool;
+use super::proxy::Gate;
 use super::route::Domain;
 
 pub struct App {
@@ -18,7 +18,7 @@ pub struct App {
     pub data_dir: PathBuf,
     pub listen: String,
     pub engines: Vec<EngineReport>,
-    pub pool: Pool,
+    pub gate: Gate<Arc<Node>>,
     pub requests: Requests,
     /// Cancelled when the daemon goes: streams without an end are ended.
     pub going: CancellationToken,

@@ -21,7 +21,7 @@ use tokio_util::task::TaskTracker;
 use super::app::{App, Requests};
 use super::reply::{self, Reply};
 use super::route::{Route, route};
-use super::{ServeError, control, proxy};
+use super::{ServeError, control, proxy, signed};
 
 /// Connections at once; more wait in the kernel's backlog.
 const CONNECTIONS_MAX: usize = 8192;
@@ -134,11 +134,11 @@ async fn dispatch(app: &Arc<App>, router: &Router, request: Request<Incoming>) -
         }
         Route::Sandbox { id, port } => {
             Requests::count(&app.requests.data);
-            proxy::handle(app, &id, port, request).await
+            proxy::handle(&app.gate, &id, port, request).await
         }
         Route::Signed => {
             Requests::count(&app.requests.data);
-            proxy::handle_signed(app, request).await
+            signed::handle(app, request).await
         }
         Route::Invalid { why } => control::refuse(request, &ApiError::new(400, "invalid_request", why)).await,
     }

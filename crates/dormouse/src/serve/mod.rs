@@ -11,6 +11,7 @@
 //! panics is answered 500 and leaves the daemon up; the agent's control port is not reachable.
 
 mod app;
+mod body;
 mod control;
 mod convert;
 mod engines;

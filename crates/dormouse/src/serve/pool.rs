@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use dormouse_types::{Generation, SandboxId};
 use hyper::client::conn::http1::SendRequest;
 
-use super::proxy::RequestBody;
+use super::body::RequestBody;
 
 pub type Sender = SendRequest<RequestBody>;
 

@@ -5,33 +5,28 @@
 //! that it cannot be taken for whole; a request is sent a second time only when the service cannot
 //! have acted on the first.
 
-use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll};
+use std::sync::Arc;
 
 use axum::body::Body;
-use bytes::Bytes;
 use dormouse_api::error::ApiError;
-use dormouse_node::StreamError;
-use dormouse_node::model::{ListQuery, Purpose, State, StateFilter};
-use dormouse_types::SandboxId;
-use dormouse_wire::stream::{CONTROL_PORT, ENVD_PORT};
+use dormouse_node::model::{Purpose, State};
+use dormouse_node::{Node, StreamError};
+use dormouse_types::{Generation, SandboxId};
+use dormouse_wire::stream::CONTROL_PORT;
 use http::header::{CONNECTION, EXPECT, HOST, UPGRADE};
 use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version};
-use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use serde_json::json;
+use tokio::net::UnixStream;
+use tokio_util::sync::CancellationToken;
 
-use super::app::App;
-use super::control;
-use super::pool::{Key, Sender};
+use super::body::{AnswerBody, Kept, Lender, RequestBody};
+use super::pool::{Key, Pool, Sender};
 use super::reply::{self, Reply};
-use super::signed::Signed;
 
 /// A kept connection may have gone stale, and a transition may break one more.
 const ATTEMPTS_MAX: usize = 3;
@@ -52,7 +47,44 @@ const NOT_FORWARDED: [HeaderName; 10] = [
     EXPECT,
 ];
 
-pub async fn handle(app: &Arc<App>, id: &SandboxId, port: u16, request: Request<Incoming>) -> Reply {
+/// What the data plane needs of a node, and nothing more.
+pub trait Inside: Send + Sync + 'static {
+    /// A byte stream to a port inside; waits while the sandbox is in transition.
+    fn stream(
+        &self,
+        id: &SandboxId,
+        port: u16,
+    ) -> impl Future<Output = Result<UnixStream, StreamError>> + Send;
+
+    /// The generation of a sandbox that runs; `None`: it does not, or is gone.
+    fn running(&self, id: &SandboxId) -> impl Future<Output = Option<Generation>> + Send;
+}
+
+impl Inside for Arc<Node> {
+    async fn stream(&self, id: &SandboxId, port: u16) -> Result<UnixStream, StreamError> {
+        Node::stream(self, id, port, Purpose::NoWake).await
+    }
+
+    async fn running(&self, id: &SandboxId) -> Option<Generation> {
+        let info = self.get(id).await.ok()?;
+        matches!(info.state, State::Running).then_some(info.generation)
+    }
+}
+
+/// The way into sandboxes.
+pub struct Gate<I> {
+    pub inside: I,
+    pub pool: Arc<Pool>,
+    /// Cancelled when the daemon goes: connections that switched protocols have no other end.
+    pub going: CancellationToken,
+}
+
+pub async fn handle<I: Inside>(
+    gate: &Gate<I>,
+    id: &SandboxId,
+    port: u16,
+    request: Request<Incoming>,
+) -> Reply {
     let (mut parts, body) = request.into_parts();
     let upgrade = wants_upgrade(&parts.headers).then(|| parts.extensions.remove::<OnUpgrade>()).flatten();
     let kept = Kept::new(body);
@@ -64,44 +96,15 @@ pub async fn handle(app: &Arc<App>, id: &SandboxId, port: u16, request: Request<
             ApiError::new(405, "method_not_allowed", "CONNECT is not spoken here; use plain requests");
         return kept.refused(reply::failure(&error)).await;
     }
-    match exchange(app, id, port, &parts, &kept, upgrade.is_some()).await {
-        Ok((answer, sender, key)) => forward(app, answer, sender, key, &kept, upgrade),
+    match exchange(gate, id, port, &parts, &kept, upgrade.is_some()).await {
+        Ok((answer, sender, key)) => forward(gate, answer, sender, key, &kept, upgrade),
         Err(refusal) => kept.refused(refusal).await,
     }
 }
 
-/// A file URL that names no sandbox: the one whose token signed it is meant.
-pub async fn handle_signed(app: &Arc<App>, request: Request<Incoming>) -> Reply {
-    let invalid = ApiError::unauthorized("invalid signature");
-    let Some(signed) = Signed::parse(request.method(), request.uri().query()) else {
-        return control::refuse(request, &invalid).await;
-    };
-    match signer(app, &signed).await {
-        Ok(Some(id)) => handle(app, &id, ENVD_PORT, request).await,
-        Ok(None) => control::refuse(request, &invalid).await,
-        Err(error) => control::refuse(request, &error).await,
-    }
-}
-
-async fn signer(app: &App, signed: &Signed) -> Result<Option<SandboxId>, ApiError> {
-    let states = vec![StateFilter::Running, StateFilter::Paused];
-    let mut query = ListQuery { states, ..ListQuery::default() };
-    loop {
-        let (sandboxes, next) =
-            app.node.list(query.clone()).await.map_err(|error| reply::from_node(&error))?;
-        if let Some(found) = sandboxes.into_iter().find(|sandbox| signed.made_with(&sandbox.access_token)) {
-            return Ok(Some(found.id));
-        }
-        match next {
-            Some(next) => query.cursor = Some(next),
-            None => return Ok(None),
-        }
-    }
-}
-
 /// Sends the request and waits for the answer's head.
-async fn exchange(
-    app: &Arc<App>,
+async fn exchange<I: Inside>(
+    gate: &Gate<I>,
     id: &SandboxId,
     port: u16,
     parts: &Parts,
@@ -110,11 +113,11 @@ async fn exchange(
 ) -> Result<(Response<Incoming>, Sender, Option<Key>), Reply> {
     let mut why = String::new();
     for attempt in 0..ATTEMPTS_MAX {
-        let key = pool_key(app, id, port).await;
-        let pooled = key.as_ref().filter(|_| attempt == 0).and_then(|key| app.pool.take(key));
+        let key = pool_key(gate, id, port).await;
+        let pooled = key.as_ref().filter(|_| attempt == 0).and_then(|key| gate.pool.take(key));
         let mut sender = match pooled {
             Some(sender) => sender,
-            None => connect(app, id, port).await?,
+            None => connect(gate, id, port).await?,
         };
         let request = outgoing(parts, kept.body(), upgrade)
             .map_err(|why| reply::failure(&ApiError::new(400, "invalid_request", why)))?;
@@ -130,21 +133,17 @@ async fn exchange(
             }
         }
     }
-    Err(broken_off(app, id, &why).await)
+    Err(broken_off(gate, id, &why).await)
 }
 
 /// Connections are kept for running sandboxes only: one that sleeps is woken by a new stream.
-async fn pool_key(app: &App, id: &SandboxId, port: u16) -> Option<Key> {
-    let info = app.node.get(id).await.ok()?;
-    matches!(info.state, State::Running).then(|| Key {
-        sandbox: id.clone(),
-        port,
-        generation: info.generation,
-    })
+async fn pool_key<I: Inside>(gate: &Gate<I>, id: &SandboxId, port: u16) -> Option<Key> {
+    let generation = gate.inside.running(id).await?;
+    Some(Key { sandbox: id.clone(), port, generation })
 }
 
-async fn connect(app: &App, id: &SandboxId, port: u16) -> Result<Sender, Reply> {
-    let stream = app.node.stream(id, port, Purpose::NoWake).await.map_err(|error| match error {
+async fn connect<I: Inside>(gate: &Gate<I>, id: &SandboxId, port: u16) -> Result<Sender, Reply> {
+    let stream = gate.inside.stream(id, port).await.map_err(|error| match error {
         StreamError::NotFound(_) | StreamError::Paused(_) => not_found(id),
         StreamError::PortClosed(_) => port_closed(id, port),
         StreamError::Failed(why) => unreachable(id, &why),
@@ -203,8 +202,8 @@ fn outgoing(parts: &Parts, body: RequestBody, upgrade: bool) -> Result<Request<R
 }
 
 /// Hands the answer on, and the connection back once the answer is whole.
-fn forward(
-    app: &Arc<App>,
+fn forward<I>(
+    gate: &Gate<I>,
     mut answer: Response<Incoming>,
     sender: Sender,
     key: Option<Key>,
@@ -212,28 +211,28 @@ fn forward(
     upgrade: Option<OnUpgrade>,
 ) -> Reply {
     if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
-        return switch(app, &mut answer, upgrade);
+        return switch(gate, &mut answer, upgrade);
     }
     let (mut parts, body) = answer.into_parts();
     parts.headers = end_to_end(&parts.headers);
     parts.version = Version::HTTP_11;
     let unread = !kept.ended() && parts.status.as_u16() >= 400;
-    let mut body = AnswerBody { body, lender: key.map(|key| (Arc::clone(app), key, sender)) };
-    body.give_back_at_end();
+    let lender = key.map(|key| Lender { pool: Arc::clone(&gate.pool), key, sender });
+    let body = AnswerBody::new(body, lender);
     let reply = Response::from_parts(parts, Body::new(body));
     // The service answered without reading on; what the client still sends is read by nobody.
     if unread { reply::closing(reply) } else { reply }
 }
 
 /// Joins the two connections once both have switched.
-fn switch(app: &App, answer: &mut Response<Incoming>, upgrade: Option<OnUpgrade>) -> Reply {
+fn switch<I>(gate: &Gate<I>, answer: &mut Response<Incoming>, upgrade: Option<OnUpgrade>) -> Reply {
     let Some(client) = upgrade else {
         let error =
             ApiError::new(502, "bad_gateway", "the service switched protocols without being asked to");
         return reply::failure(&error);
     };
     let service = hyper::upgrade::on(&mut *answer);
-    let going = app.going.clone();
+    let going = gate.going.clone();
     tokio::spawn(async move {
         let joined = async {
             let (client, service) = tokio::try_join!(client, service)?;
@@ -275,141 +274,13 @@ fn unreachable(id: &SandboxId, why: &str) -> Reply {
     reply::json(502, &json!({"sandboxId": id, "message": message, "code": 502}))
 }
 
-async fn broken_off(app: &App, id: &SandboxId, why: &str) -> Reply {
-    match app.node.get(id).await.map(|info| info.state) {
-        Ok(State::Running) => {
-            unreachable(id, &format!("the service ended the connection without an answer ({why})"))
-        }
-        _ => not_found(id),
+async fn broken_off<I: Inside>(gate: &Gate<I>, id: &SandboxId, why: &str) -> Reply {
+    match gate.inside.running(id).await {
+        Some(_) => unreachable(id, &format!("the service ended the connection without an answer ({why})")),
+        None => not_found(id),
     }
 }
 
-/// A request's body that can be given to a second connection as long as none has touched it.
-#[derive(Clone)]
-struct Kept(Arc<Slot>);
-
-struct Slot {
-    body: Mutex<Option<Incoming>>,
-    hint: SizeHint,
-    empty: bool,
-    ended: AtomicBool,
-}
-
-impl Kept {
-    fn new(body: Incoming) -> Self {
-        let empty = body.is_end_stream();
-        let slot = Slot {
-            hint: body.size_hint(),
-            empty,
-            ended: AtomicBool::new(empty),
-            body: Mutex::new(Some(body)),
-        };
-        Self(Arc::new(slot))
-    }
-
-    fn body(&self) -> RequestBody {
-        RequestBody { slot: Arc::clone(&self.0), body: None }
-    }
-
-    fn take(&self) -> Option<Incoming> {
-        self.0.body.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-
-    fn ended(&self) -> bool {
-        self.0.ended.load(Ordering::Acquire)
-    }
-
-    /// Whether a service that saw the head and nothing else can be asked again.
-    fn can_be_repeated(&self, method: &Method) -> bool {
-        let untouched = self.0.body.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        untouched && (method.is_idempotent() || !self.0.empty)
-    }
-
-    /// An answer of our own: reads the rest of the body, or says that the connection ends.
-    async fn refused(&self, reply: Reply) -> Reply {
-        if self.ended() {
-            return reply;
-        }
-        let drained = match self.take() {
-            Some(body) => control::drain(body).await,
-            None => false,
-        };
-        if drained { reply } else { reply::closing(reply) }
-    }
-}
-
-/// What a connection into a sandbox is given as body.
-pub struct RequestBody {
-    slot: Arc<Slot>,
-    body: Option<Incoming>,
-}
-
-impl http_body::Body for RequestBody {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        if self.body.is_none() {
-            let taken = self.slot.body.lock().unwrap_or_else(PoisonError::into_inner).take();
-            self.body = taken;
-        }
-        let Some(body) = self.body.as_mut() else { return Poll::Ready(None) };
-        let polled = Pin::new(&mut *body).poll_frame(context);
-        let ended = matches!(polled, Poll::Ready(None)) || body.is_end_stream();
-        if ended {
-            self.slot.ended.store(true, Ordering::Release);
-        }
-        polled
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.as_ref().map_or(self.slot.empty, Incoming::is_end_stream)
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.as_ref().map_or_else(|| self.slot.hint, Incoming::size_hint)
-    }
-}
-
-/// An answer's body, which gives its connection back at its end.
-struct AnswerBody {
-    body: Incoming,
-    lender: Option<(Arc<App>, Key, Sender)>,
-}
-
-impl AnswerBody {
-    fn give_back_at_end(&mut self) {
-        if self.body.is_end_stream()
-            && let Some((app, key, sender)) = self.lender.take()
-        {
-            app.pool.put(key, sender);
-        }
-    }
-}
-
-impl http_body::Body for AnswerBody {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        let polled = Pin::new(&mut self.body).poll_frame(context);
-        if matches!(polled, Poll::Ready(None | Some(Ok(_)))) {
-            self.give_back_at_end();
-        }
-        polled
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
+#[cfg(test)]
+#[path = "proxy_tests.rs"]
+mod tests;

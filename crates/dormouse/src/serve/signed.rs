@@ -4,9 +4,47 @@
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD_NO_PAD;
+use dormouse_api::error::ApiError;
 use dormouse_api::query::Query;
-use http::Method;
+use dormouse_node::model::{ListQuery, StateFilter};
+use dormouse_node::{Node, NodeError};
+use dormouse_types::SandboxId;
+use dormouse_wire::stream::ENVD_PORT;
+use http::{Method, Request};
+use hyper::body::Incoming;
 use sha2::{Digest, Sha256};
+
+use super::app::App;
+use super::reply::{self, Reply};
+use super::{control, proxy};
+
+/// A file URL that names no sandbox: the one whose token signed it is meant.
+pub async fn handle(app: &App, request: Request<Incoming>) -> Reply {
+    let invalid = ApiError::unauthorized("invalid signature");
+    let Some(signed) = Signed::parse(request.method(), request.uri().query()) else {
+        return control::refuse(request, &invalid).await;
+    };
+    match signer(&app.node, &signed).await {
+        Ok(Some(id)) => proxy::handle(&app.gate, &id, ENVD_PORT, request).await,
+        Ok(None) => control::refuse(request, &invalid).await,
+        Err(error) => control::refuse(request, &reply::from_node(&error)).await,
+    }
+}
+
+async fn signer(node: &Node, signed: &Signed) -> Result<Option<SandboxId>, NodeError> {
+    let states = vec![StateFilter::Running, StateFilter::Paused];
+    let mut query = ListQuery { states, ..ListQuery::default() };
+    loop {
+        let (sandboxes, next) = node.list(query.clone()).await?;
+        if let Some(found) = sandboxes.into_iter().find(|sandbox| signed.made_with(&sandbox.access_token)) {
+            return Ok(Some(found.id));
+        }
+        match next {
+            Some(next) => query.cursor = Some(next),
+            None => return Ok(None),
+        }
+    }
+}
 
 /// The signed part of a URL.
 #[derive(Debug, Clone, PartialEq, Eq)]

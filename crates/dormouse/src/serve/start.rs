@@ -17,7 +17,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::app::{App, Requests};
 use super::control::UPLOADS_DIR;
-use super::pool::{self, Pool};
+use super::pool;
+use super::proxy::Gate;
 use super::route::Domain;
 use super::{ServeConfig, ServeError, engines, listener};
 
@@ -71,12 +72,12 @@ impl Daemon {
         clear_uploads(&config.data_dir);
         admin_key(&node, &config.data_dir).await;
         let app = Arc::new(App {
-            node,
+            node: Arc::clone(&node),
             domain,
             data_dir: config.data_dir.clone(),
             listen: bound.to_string(),
             engines: reports,
-            pool: Pool::default(),
+            gate: Gate { inside: node, pool: Arc::default(), going: going.clone() },
             requests: Requests::default(),
             going,
         });
@@ -95,7 +96,7 @@ impl Daemon {
             async move {
                 loop {
                     tokio::time::sleep(pool::SWEEP_EVERY).await;
-                    app.pool.sweep();
+                    app.gate.pool.sweep();
                 }
             }
         });
