@@ -177,9 +177,7 @@ impl Unpacker<'_> {
 
     fn folder_itself(&mut self, entry: &Entry, path: &RelPath) -> Result<(), ExtractError> {
         let dir = self.root.dir(path).map_err(|source| self.write("open", entry, source))?;
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let dir = rustix::fs::openat(&dir, ".", flags, Mode::empty())
-            .map_err(|source| self.write("open", entry, source.into()))?;
+        let dir = root::readable(dir.as_fd()).map_err(|source| self.write("open", entry, source))?;
         self.attributes(entry, dir.as_fd())?;
         self.folders.push((path.clone(), entry.mtime_s));
         Ok(())
@@ -336,8 +334,8 @@ impl Unpacker<'_> {
     }
 
     fn hide_below(&mut self, entry: &Entry, dir: BorrowedFd<'_>, path: &RelPath) -> Result<(), ExtractError> {
-        let readable = rustix::fs::openat(dir, ".", OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty())
-            .map_err(|source| self.write("open the folder of", entry, source.into()))?;
+        let readable =
+            root::readable(dir).map_err(|source| self.write("open the folder of", entry, source))?;
         let names = root::names_of(readable.as_fd()).map_err(|source| self.write("list", entry, source))?;
         names.iter().try_for_each(|name| self.hide(entry, readable.as_fd(), path, name))
     }

@@ -121,6 +121,12 @@ impl Root {
         Ok(self.resolve(path, flags, ResolveFlags::IN_ROOT)?)
     }
 
+    /// Opens for reading, follows links, and fails with `CrossesDevices` where one leads out.
+    pub fn open_beneath(&self, path: &RelPath) -> io::Result<OwnedFd> {
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        Ok(self.resolve(path, flags, ResolveFlags::BENEATH)?)
+    }
+
     fn resolve(&self, path: &RelPath, flags: OFlags, how: ResolveFlags) -> Result<OwnedFd, Errno> {
         let how = how | ResolveFlags::NO_MAGICLINKS;
         let mut tries = 0;
@@ -164,12 +170,7 @@ impl Root {
     /// Makes a folder with this mode and owner, or sets them on the one that is there.
     pub fn folder(&self, path: &str, mode: u32, owner: Owner) -> io::Result<()> {
         let path = RelPath::inside(path).map_err(invalid)?;
-        let dir = rustix::fs::openat(
-            self.make_dirs(&path)?,
-            ".",
-            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
-            Mode::empty(),
-        )?;
+        let dir = readable(self.make_dirs(&path)?.as_fd())?;
         set_owner_and_mode(dir.as_fd(), owner, mode)
     }
 
@@ -226,7 +227,7 @@ impl Root {
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 Ok(Vec::new())
             }
-            other => names_of(other?.as_fd()),
+            other => names_of(readable(other?.as_fd())?.as_fd()),
         }
     }
 }
@@ -274,6 +275,12 @@ pub fn remove_at(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
 pub fn open_child_dir(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     Ok(rustix::fs::openat(parent, name, flags, Mode::empty())?)
+}
+
+/// A folder that is only a place in a path, opened to be read.
+pub fn readable(dir: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Ok(rustix::fs::openat(dir, ".", flags, Mode::empty())?)
 }
 
 pub fn names_of(dir: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {
