@@ -3,6 +3,7 @@
 //! Invariant: holds nothing that a sandbox needs.
 
 mod agent_binary;
+mod agent_binary;
 mod cli;
 mod doctor;
 mod serve;
@@ -19,7 +20,7 @@ fn main() -> ExitCode {
     let context = Context::resolve(&cli);
     let result = match cli.command {
         Command::Serve(args) => run_daemon(args, &context),
-        Command::Keeper(args) => run_keeper(&args),
+        Command::Keeper(args) => run_keeper(args),
         command => run_command(command, &context),
     };
     match result {
@@ -58,8 +59,9 @@ fn run_daemon(args: ServeArgs, context: &Context) -> Result<ExitStatus, CliError
 }
 
 /// The keeper is small: one thread.
-fn run_keeper(args: &KeeperArgs) -> Result<ExitStatus, CliError> {
-    dormouse_keeper::run(&args.dir, &args.sandbox).map_err(|error| CliError::failed(chain(&error)))?;
+fn run_keeper(args: KeeperArgs) -> Result<ExitStatus, CliError> {
+    let KeeperArgs { dir, sandbox } = args;
+    dormouse_keeper::run(dormouse_keeper::KeeperArgs { dir, sandbox }).map_err(|error| CliError::failed(chain(&error)))?;
     Ok(ExitStatus::OK)
 }
 
