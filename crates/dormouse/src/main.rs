@@ -3,7 +3,6 @@
 //! Invariant: holds nothing that a sandbox needs.
 
 mod agent_binary;
-mod agent_binary;
 mod cli;
 mod doctor;
 mod serve;
