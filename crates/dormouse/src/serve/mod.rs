@@ -26,6 +26,7 @@ mod start;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use dormouse_engine::EngineError;
 use dormouse_node::OpenError;
 use dormouse_node::model::IdlePolicy;
 
@@ -90,6 +91,18 @@ pub enum ServeError {
     },
     #[error("{} holds no PEM certificate; give --trust-host-ca the host's bundle", path.display())]
     NoCertificate { path: PathBuf },
+    #[error("cannot write into the data folder {}: {source}; give a folder that can be written to with --data-dir", path.display())]
+    DataDir {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("cannot find out which program this is, which keepers are started from: {0}")]
+    Program(std::io::Error),
+    #[error(
+        "this host cannot run sandboxes: {0}; `dormouse doctor` tells more, `dormouse setup` installs what is missing"
+    )]
+    Engine(#[from] Box<EngineError>),
     #[error(transparent)]
     Node(#[from] OpenError),
     #[error("cannot wait for signals: {0}")]

@@ -6,7 +6,7 @@
 use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dormouse_api::dormouse::EngineReport;
@@ -62,8 +62,10 @@ impl Daemon {
         let domain = config.domain.clone().unwrap_or_else(|| format!("localhost:{}", bound.port()));
         let domain = Domain::parse(&domain).map_err(|why| ServeError::Domain { given: domain, why })?;
         let trusted_ca = config.trust_host_ca.as_deref().map(certificates).transpose()?;
+        // Paths are handed to programs with other working directories.
+        let config = &ServeConfig { data_dir: absolute(&config.data_dir)?, ..config.clone() };
         let agent = engines::agent();
-        let engines = engines::open(config, &agent).await;
+        let engines = engines::open(config, &agent).await?;
         let reports = engines.iter().map(|engine| report(engine.as_ref())).collect();
         let node = Node::open(node_config(config, engines, agent, trusted_ca)).await?;
         for note in node.notes() {
@@ -106,6 +108,12 @@ impl Daemon {
         // Absent when the folder went meanwhile; nothing depends on it.
         let _ = fs::remove_file(listen_file);
     }
+}
+
+fn absolute(data_dir: &Path) -> Result<PathBuf, ServeError> {
+    let failed = |source| ServeError::DataDir { path: data_dir.to_owned(), source };
+    fs::create_dir_all(data_dir).map_err(failed)?;
+    data_dir.canonicalize().map_err(failed)
 }
 
 fn node_config(
