@@ -59,7 +59,12 @@ struct FilesQuery {
 type Given = Result<Query<FilesQuery>, QueryRejection>;
 
 /// Who asks, if they may.
-fn admit(ctx: &Ctx, operation: Operation, query: &FilesQuery, headers: &HeaderMap) -> Result<Caller, Refusal> {
+fn admit(
+    ctx: &Ctx,
+    operation: Operation,
+    query: &FilesQuery,
+    headers: &HeaderMap,
+) -> Result<Caller, Refusal> {
     let expiration = query.signature_expiration.as_deref().filter(|given| !given.is_empty());
     let expiration = expiration.map(str::parse::<i64>).transpose().map_err(|_| {
         Refusal::bad_request("the query parameter signature_expiration is not a Unix time in seconds")
@@ -108,8 +113,9 @@ async fn compose_files(State(ctx): State<Ctx>, body: Body) -> Response {
             let status = if large { StatusCode::PAYLOAD_TOO_LARGE } else { StatusCode::BAD_REQUEST };
             Refusal::new(status, format!("the request cannot be read: {why}"))
         })?;
-        let request: ComposeRequest = serde_json::from_slice(&collected.to_bytes())
-            .map_err(|why| Refusal::bad_request(format!("the request is not the JSON that was expected: {why}")))?;
+        let request: ComposeRequest = serde_json::from_slice(&collected.to_bytes()).map_err(|why| {
+            Refusal::bad_request(format!("the request is not the JSON that was expected: {why}"))
+        })?;
         let settings = ctx.settings();
         let user = users::named_or_default(request.username.as_deref(), &settings)?;
         let caller = Caller::new(user, &settings);

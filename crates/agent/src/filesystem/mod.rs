@@ -4,11 +4,15 @@
 //! [`watch`].
 
 pub mod entry;
+#[cfg(test)]
+pub mod harness;
 pub mod metadata;
 mod mode;
 mod ops;
 pub mod owned;
 pub mod path;
+#[cfg(test)]
+mod tests;
 pub mod transfer;
 pub mod watch;
 

@@ -34,9 +34,7 @@ pub fn make_dirs(dir: &Path, user: &User) -> io::Result<bool> {
             Err(why) if why.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => false,
             Err(why) => return Err(why),
         };
-    }
-    if !missing.is_empty() {
-        // So that what is put into the new directories next is seen by recursive watchers in full.
+        // So that what is put into the new directory next is seen by recursive watchers in full.
         watch::settle();
     }
     Ok(made)

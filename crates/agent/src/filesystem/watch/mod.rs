@@ -7,9 +7,9 @@
 mod mounts;
 mod poll;
 mod stream;
-mod tree;
 #[cfg(test)]
 mod tests;
+mod tree;
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -64,7 +64,10 @@ impl Watch {
         let tree = super::blocking(move || open(&caller, &request)).await?;
         let broke = |why: std::io::Error| Error::internal(format!("the watcher cannot be waited for: {why}"));
         let fd = tree.fd().try_clone_to_owned().map_err(broke)?;
-        #[expect(deprecated, reason = "its successor is unsafe for types that lie about their descriptor; OwnedFd does not")]
+        #[expect(
+            deprecated,
+            reason = "its successor is unsafe for types that lie about their descriptor; OwnedFd does not"
+        )]
         let ready = AsyncFd::with_interest(fd, Interest::READABLE).map_err(broke)?;
         let watch = Arc::new(Self {
             state: Mutex::new(State { tree, names: Names::default(), queue: VecDeque::new(), broken: None }),
