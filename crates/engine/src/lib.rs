@@ -49,8 +49,9 @@ pub trait Engine: Send + Sync + 'static {
     async fn boot(&self, spec: BootSpec) -> Result<(), EngineError>;
 
     /// Writes the sandbox's state into the empty folder `into`. After [`After::Stop`] the runtime is
-    /// gone and its keeper detached; after [`After::KeepRunning`] it runs on. On an error it runs on
-    /// as before, or the error says `Failure::Exited`.
+    /// gone and its keeper detached; after [`After::Hold`] it is frozen until `stop` or `thaw`; after
+    /// [`After::KeepRunning`] it runs on. On an error it runs on as before, or the error says
+    /// `Failure::Exited`.
     async fn checkpoint(
         &self,
         sandbox: &SandboxId,

@@ -35,6 +35,9 @@ pub struct BootSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum After {
     KeepRunning,
+    /// It is frozen and its carrier is silent, exactly as the image has it. `stop` ends it once the
+    /// snapshot is published, `thaw` lets it go on: whatever fails or dies in between, nothing is lost.
+    Hold,
     Stop,
 }
 

@@ -1,1 +1,458 @@
 //! The gVisor driver: runsc, its pool, its pipes.
+//!
+//! Invariants: what it knows of a sandbox is in its folders and in the kernel ([`layout`]); a runtime
+//! exists from its link's making to its link's removal; a sandbox's root file system is shared and
+//! never written to, its changes live in an unlinked file and travel in the image; whatever a daemon's
+//! death interrupts is either gone on with ([`Engine::adopt`]) or removed ([`Engine::sweep`]).
+
+mod bundle;
+mod checkpoint;
+mod container;
+mod exit;
+mod host;
+mod keepers;
+mod layout;
+mod lifecycle;
+mod pool;
+mod runsc;
+mod seal;
+mod sweep;
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dormouse_snapshot::{Compat, Manifest};
+use dormouse_sys::cgroup::{Hierarchies, Version};
+use dormouse_types::{EngineKind, RuntimeId, SandboxId};
+use dormouse_wire::keeper::{Answer, EgressRules, Request, Status};
+
+pub use runsc::Runsc;
+
+use crate::Engine;
+use crate::error::{EngineError, Failure, Operation};
+use crate::model::{
+    Adopted, After, BootSpec, Capabilities, Captured, Exit, ForkChild, RestoreSpec, Restored, RuntimeState,
+    Swept, Usage, WarmSpec,
+};
+use container::Container;
+use keepers::Keeper;
+use layout::Layout;
+use pool::{Member, Pool};
+
+const PLATFORM: &str = "systrap";
+
+#[derive(Debug, Clone)]
+pub struct GvisorConfig {
+    /// The daemon's data folder; it exists.
+    pub data_dir: PathBuf,
+    pub agent: AgentFile,
+    /// The keeper's program and first arguments; `--dir DIR --sandbox ID` is added.
+    pub keeper: Vec<OsString>,
+    /// `None`: looked for on `PATH`.
+    pub runsc: Option<PathBuf>,
+    /// False: do as on a host without usable cgroups.
+    pub cgroups: bool,
+}
+
+/// The agent of new sandboxes: `agent/<digest>/agent` below the data folder, never changed.
+#[derive(Debug, Clone)]
+pub struct AgentFile {
+    pub version: String,
+    /// BLAKE3, hex.
+    pub digest: String,
+}
+
+/// Clones share everything.
+#[derive(Clone)]
+pub struct Gvisor(Arc<Inner>);
+
+pub(crate) struct Inner {
+    layout: Layout,
+    hierarchies: Hierarchies,
+    runsc: Runsc,
+    agent: AgentFile,
+    keeper_program: Arc<[OsString]>,
+    pool: Pool,
+    cpu_features: Vec<String>,
+}
+
+impl Gvisor {
+    /// Finds out what the host offers. Touches no sandbox; call [`Engine::sweep`] afterwards.
+    pub async fn open(config: GvisorConfig) -> Result<Self, EngineError> {
+        let opened = Self::open_unnamed(config).await;
+        opened.map_err(|failure| EngineError { operation: Operation::Setup, sandbox: None, failure })
+    }
+
+    async fn open_unnamed(config: GvisorConfig) -> Result<Self, Failure> {
+        if !rustix::process::geteuid().is_root() {
+            return Err(Failure::Unfit {
+                what: "gVisor's engine".to_owned(),
+                why: "only root can restore a checkpoint".to_owned(),
+                mend: "run the daemon as root".to_owned(),
+            });
+        }
+        let runsc = Runsc::probe(config.runsc.as_deref()).await?;
+        let agent = config.agent;
+        let (layout, hierarchies) = blocking({
+            let digest = agent.digest.clone();
+            move || {
+                let layout = Layout::open(&config.data_dir)?;
+                let agent = layout.agent(&digest);
+                if !agent.is_file() {
+                    let mend = "restart the daemon, it writes the file".to_owned();
+                    return Err(Failure::Missing { what: format!("the agent {}", agent.display()), mend });
+                }
+                let hierarchies =
+                    if config.cgroups { usable_groups(&layout) } else { Hierarchies::default() };
+                Ok((layout, hierarchies))
+            }
+        })
+        .await?;
+        Ok(Self(Arc::new(Inner {
+            layout,
+            hierarchies,
+            runsc,
+            agent,
+            keeper_program: config.keeper.into(),
+            pool: Pool::default(),
+            cpu_features: host::cpu_features(),
+        })))
+    }
+
+    #[must_use]
+    pub fn runsc(&self) -> &Runsc {
+        &self.0.runsc
+    }
+
+    /// `None`: there are no usable cgroups: limits are not enforced, freezing is by signals.
+    #[must_use]
+    pub fn cgroups(&self) -> Option<Version> {
+        self.0.hierarchies.version()
+    }
+
+    /// Parent of all its groups, relative to a hierarchy's mount point.
+    #[must_use]
+    pub fn group_parent(&self) -> PathBuf {
+        self.0.layout.group_parent()
+    }
+
+    /// Fills the pool in the background, one member after the other.
+    fn fill(&self) {
+        if !self.0.pool.start_filling() {
+            return;
+        }
+        let engine = self.clone();
+        tokio::spawn(async move {
+            let inner = &engine.0;
+            let mut failed = false;
+            while let Some(spec) = inner.pool.lacks() {
+                let container = inner.container(&RuntimeId::generate());
+                let claim = inner.pool.claim(&container.id);
+                match inner.make(&spec, &inner.agent.digest, &container).await {
+                    Ok(pipes) => engine.drop_members(inner.pool.put(Member { spec, container, pipes })).await,
+                    Err(error) => {
+                        tracing::warn!(rootfs = %spec.rootfs.display(), %error, "no runtime could be prepared");
+                        failed = true;
+                        break;
+                    }
+                }
+                drop(claim);
+            }
+            inner.pool.filled();
+            if !failed {
+                // Somebody may have wanted more while the last look was taken.
+                engine.fill();
+            }
+        });
+    }
+
+    async fn drop_members(&self, members: impl IntoIterator<Item = Member>) {
+        for member in members {
+            let id = member.container.id.clone();
+            if let Err(error) = blocking(move || member.container.destroy()).await {
+                tracing::warn!(container = %id, %error, "a pool member was not removed whole");
+            }
+        }
+    }
+
+    fn named<T>(
+        operation: Operation,
+        sandbox: &SandboxId,
+        outcome: Result<T, Failure>,
+    ) -> Result<T, EngineError> {
+        outcome.map_err(|failure| EngineError { operation, sandbox: Some(sandbox.clone()), failure })
+    }
+}
+
+/// Without usable groups the engine still works: the reason is logged, `Gvisor::cgroups` tells.
+fn usable_groups(layout: &Layout) -> Hierarchies {
+    let prepared =
+        Hierarchies::detect().and_then(|found| found.prepare(&layout.group_parent()).map(|()| found));
+    match prepared {
+        Ok(found) => found,
+        Err(error) => {
+            tracing::warn!(%error, "cgroups cannot be used here: limits are not enforced, freezing is by signals");
+            Hierarchies::default()
+        }
+    }
+}
+
+/// Runs what blocks where it may.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
+) -> Result<T, Failure> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(outcome) => outcome,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            Err(_) => Err(Failure::Unsupported { why: "the daemon is shutting down".to_owned() }),
+        },
+    }
+}
+
+impl Inner {
+    fn container(&self, id: &RuntimeId) -> Container {
+        Container::new(&self.layout, &self.hierarchies, id)
+    }
+
+    fn keeper(&self, sandbox: &SandboxId) -> Keeper {
+        Keeper { sandbox: sandbox.clone(), dir: self.layout.keeper(sandbox) }
+    }
+
+    fn linked(&self, runtime: &RuntimeId) -> Option<Container> {
+        self.layout.linked(runtime).map(|id| self.container(&id))
+    }
+
+    fn running(&self, runtime: &RuntimeId) -> Result<Container, Failure> {
+        let container = self.linked(runtime);
+        let gone = || Failure::Exited { why: format!("there is no runtime {runtime}") };
+        container.filter(|container| container.sandbox().is_some()).ok_or_else(gone)
+    }
+
+    /// Ends a runtime and removes it. Idempotent.
+    fn end(&self, runtime: &RuntimeId) -> Result<(), Failure> {
+        if let Some(container) = self.linked(runtime) {
+            container.destroy()?;
+        }
+        self.layout.unlink(runtime)
+    }
+
+    fn check_manifest(&self, manifest: &Manifest) -> Result<(), Failure> {
+        let refuse = |needs: String, has: String| Err(Failure::Incompatible { needs, has });
+        if manifest.engine != EngineKind::Gvisor {
+            return refuse(format!("the engine {}", manifest.engine), "the engine gvisor".to_owned());
+        }
+        if !manifest.memory {
+            return refuse("a boot: it holds no memory".to_owned(), "only restores here".to_owned());
+        }
+        let (needs, has) = (&manifest.compat, self.compat());
+        if needs.engine_version != has.engine_version {
+            return refuse(needs.engine_version.clone(), has.engine_version);
+        }
+        if needs.platform != has.platform {
+            return refuse(
+                format!("the platform {}", needs.platform),
+                format!("the platform {}", has.platform),
+            );
+        }
+        let missing: Vec<&str> = needs
+            .cpu_features
+            .iter()
+            .filter(|feature| !has.cpu_features.contains(feature))
+            .map(String::as_str)
+            .collect();
+        if !missing.is_empty() {
+            return refuse(
+                format!("the CPU features {}", missing.join(", ")),
+                "a CPU without them".to_owned(),
+            );
+        }
+        if !plain_digest(&needs.agent_digest) || !self.layout.agent(&needs.agent_digest).is_file() {
+            let needs = format!("the agent {} ({})", needs.agent_version, needs.agent_digest);
+            return refuse(needs, format!("the agent {} ({})", self.agent.version, self.agent.digest));
+        }
+        Ok(())
+    }
+
+    fn compat(&self) -> Compat {
+        Compat {
+            engine_version: format!("runsc {}", self.runsc.version()),
+            platform: PLATFORM.to_owned(),
+            cpu_features: self.cpu_features.clone(),
+            agent_version: self.agent.version.clone(),
+            agent_digest: self.agent.digest.clone(),
+        }
+    }
+}
+
+fn plain_digest(digest: &str) -> bool {
+    !digest.is_empty() && digest.bytes().all(|byte| byte.is_ascii_alphanumeric())
+}
+
+#[async_trait]
+impl Engine for Gvisor {
+    fn kind(&self) -> EngineKind {
+        EngineKind::Gvisor
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            memory: true,
+            external_tcp: true,
+            incremental: false,
+            live_fork: false,
+            live_checkpoint: true,
+        }
+    }
+
+    fn checkpoint_files(&self) -> &'static [&'static str] {
+        checkpoint::APPENDED
+    }
+
+    fn compat(&self) -> Compat {
+        self.0.compat()
+    }
+
+    fn can_restore(&self, manifest: &Manifest) -> Result<(), EngineError> {
+        Self::named(Operation::Restore, &manifest.sandbox, self.0.check_manifest(manifest))
+    }
+
+    fn keeper_dir(&self, sandbox: &SandboxId) -> PathBuf {
+        self.0.layout.keeper(sandbox)
+    }
+
+    async fn boot(&self, spec: BootSpec) -> Result<(), EngineError> {
+        let sandbox = spec.sandbox.clone();
+        let booted = self.0.boot(spec).await;
+        self.fill();
+        Self::named(Operation::Boot, &sandbox, booted)
+    }
+
+    async fn checkpoint(
+        &self,
+        sandbox: &SandboxId,
+        runtime: &RuntimeId,
+        into: &Path,
+        after: After,
+    ) -> Result<Captured, EngineError> {
+        Self::named(Operation::Checkpoint, sandbox, self.0.checkpoint(sandbox, runtime, into, after).await)
+    }
+
+    async fn restore(&self, spec: RestoreSpec) -> Result<Restored, EngineError> {
+        let sandbox = spec.sandbox.clone();
+        let restored = self.0.restore(spec).await;
+        self.fill();
+        Self::named(Operation::Restore, &sandbox, restored)
+    }
+
+    async fn fork(
+        &self,
+        sandbox: &SandboxId,
+        _runtime: &RuntimeId,
+        _children: Vec<ForkChild>,
+    ) -> Result<Vec<Result<(), EngineError>>, EngineError> {
+        let why = "gVisor forks through a snapshot: checkpoint, then restore".to_owned();
+        Self::named(Operation::Fork, sandbox, Err(Failure::Unsupported { why }))
+    }
+
+    async fn freeze(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError> {
+        let (inner, runtime) = (Arc::clone(&self.0), runtime.clone());
+        let frozen = blocking(move || inner.running(&runtime)?.freeze()).await;
+        Self::named(Operation::Freeze, sandbox, frozen)
+    }
+
+    async fn thaw(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError> {
+        let (inner, keeper, runtime) = (Arc::clone(&self.0), self.0.keeper(sandbox), runtime.clone());
+        let thawed = blocking(move || checkpoint::thaw(&inner.running(&runtime)?, &keeper)).await;
+        Self::named(Operation::Thaw, sandbox, thawed)
+    }
+
+    async fn stop(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError> {
+        let (inner, keeper, runtime) = (Arc::clone(&self.0), self.0.keeper(sandbox), runtime.clone());
+        let stopped = blocking(move || {
+            if let Err(error) = keeper.done(&Request::Detach, &[]) {
+                tracing::debug!(sandbox = %keeper.sandbox, %error, "no keeper to detach");
+            }
+            inner.end(&runtime)
+        });
+        Self::named(Operation::Stop, sandbox, stopped.await)
+    }
+
+    async fn destroy(&self, sandbox: &SandboxId, runtime: Option<&RuntimeId>) -> Result<(), EngineError> {
+        let (inner, keeper, runtime) = (Arc::clone(&self.0), self.0.keeper(sandbox), runtime.cloned());
+        let destroyed = blocking(move || {
+            // Both are tried, whatever the first says.
+            let ended = runtime.map_or(Ok(()), |runtime| inner.end(&runtime));
+            keeper.destroy().and(ended)
+        });
+        Self::named(Operation::Destroy, sandbox, destroyed.await)
+    }
+
+    async fn set_egress(&self, sandbox: &SandboxId, rules: &EgressRules) -> Result<(), EngineError> {
+        let (keeper, rules) = (self.0.keeper(sandbox), rules.clone());
+        let set = blocking(move || keeper.done(&Request::SetEgress { rules }, &[])).await;
+        Self::named(Operation::SetEgress, sandbox, set)
+    }
+
+    async fn keeper_status(&self, sandbox: &SandboxId) -> Result<Status, EngineError> {
+        let keeper = self.0.keeper(sandbox);
+        let status = blocking(move || match keeper.ask(&Request::Status, &[])? {
+            Answer::Status(status) => Ok(status),
+            other => Err(Failure::Keeper { why: format!("answered something else than asked: {other:?}") }),
+        });
+        Self::named(Operation::Status, sandbox, status.await)
+    }
+
+    async fn usage(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<Usage, EngineError> {
+        let (inner, runtime) = (Arc::clone(&self.0), runtime.clone());
+        let usage = blocking(move || Ok(inner.running(&runtime)?.usage())).await;
+        Self::named(Operation::Status, sandbox, usage)
+    }
+
+    async fn exited(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Exit {
+        exit::exited(Arc::clone(&self.0), sandbox, runtime).await
+    }
+
+    async fn adopt(&self, sandbox: &SandboxId, runtime: Option<&RuntimeId>) -> Result<Adopted, EngineError> {
+        let (inner, keeper, runtime) = (Arc::clone(&self.0), self.0.keeper(sandbox), runtime.cloned());
+        let adopted = blocking(move || {
+            let runtime = match runtime.and_then(|runtime| inner.linked(&runtime)) {
+                Some(container) => found(&container, &keeper)?,
+                None => RuntimeState::Gone,
+            };
+            Ok(Adopted { runtime, keeper: keeper.answers() })
+        });
+        Self::named(Operation::Adopt, sandbox, adopted.await)
+    }
+
+    async fn sweep(&self, keep: &[(SandboxId, Option<RuntimeId>)]) -> Result<Swept, EngineError> {
+        let (inner, keep) = (Arc::clone(&self.0), keep.to_vec());
+        let swept = blocking(move || Ok(sweep::sweep(&inner, &keep))).await;
+        swept.map_err(|failure| EngineError { operation: Operation::Sweep, sandbox: None, failure })
+    }
+
+    async fn prewarm(&self, spec: WarmSpec, count: usize) {
+        let dropped = self.0.pool.want(spec, count);
+        self.fill();
+        self.drop_members(dropped).await;
+    }
+
+    async fn shutdown(&self) {
+        let members = self.0.pool.close();
+        self.drop_members(members).await;
+    }
+}
+
+/// What became of a container while no daemon watched it.
+fn found(container: &Container, keeper: &Keeper) -> Result<RuntimeState, Failure> {
+    checkpoint::recover(container, keeper)?;
+    let started = container.meta().is_some_and(|meta| meta.started);
+    Ok(match container.sandbox() {
+        Some(_) if started && container.is_frozen() => RuntimeState::Frozen,
+        Some(_) if started => RuntimeState::Running,
+        // A boot or restore that did not come to its end is nobody's sandbox.
+        _ => RuntimeState::Gone,
+    })
+}

@@ -1,0 +1,325 @@
+//! The driver against real runsc, as root.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{Lab, SHAPE, Sandbox, assert_whole};
+use dormouse_engine::{After, Engine, Exit, Failure, RuntimeState, WarmSpec};
+use dormouse_wire::keeper::Session;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sandbox_boots_freezes_thaws_and_leaves_nothing() {
+    for cgroups in [true, false] {
+        let lab = Lab::with(cgroups).await;
+        let sandbox = lab.boot().await;
+        let mut talk = lab.talk(&sandbox);
+        assert_eq!(talk.ask("echo hello"), "hello");
+        let memory = talk.ask("read /proc/meminfo");
+        assert_eq!(
+            memory.contains("MemTotal:         262144 kB"),
+            lab.engine.cgroups().is_some(),
+            "{memory}"
+        );
+
+        lab.engine.freeze(&sandbox.id, &sandbox.runtime).await.unwrap();
+        lab.engine.freeze(&sandbox.id, &sandbox.runtime).await.unwrap();
+        let adopted = lab.engine.adopt(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
+        assert_eq!((adopted.runtime, adopted.keeper), (RuntimeState::Frozen, true));
+        let before = lab.engine.usage(&sandbox.id, &sandbox.runtime).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        let after = lab.engine.usage(&sandbox.id, &sandbox.runtime).await.unwrap();
+        assert_eq!(before.cpu_us, after.cpu_us);
+        assert!(after.memory_bytes > 1 << 20 && after.processes > 1, "{after:?}");
+
+        lab.engine.thaw(&sandbox.id, &sandbox.runtime).await.unwrap();
+        assert_eq!(talk.ask("echo again"), "again");
+        lab.engine.destroy(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
+        lab.engine.destroy(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
+        assert_eq!(lab.remains(), Vec::<String>::new());
+    }
+}
+
+/// Both directions saturated, generation after generation, from the pool and not: no byte is lost,
+/// repeated or reordered.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_resume_goes_on_where_the_pause_cut() {
+    let lab = Lab::new().await;
+    let mut sandbox = lab.boot().await;
+    let mut talk = lab.talk(&sandbox);
+    assert_eq!(talk.ask("fill 40"), "filled");
+    assert_eq!(talk.ask("write /root/note kept"), "Ok(())");
+    let sum = talk.ask("sum");
+    let mut count = talk.number("count");
+    talk.send("flood");
+    let (mut flood, mut sent, mut echoed) = (0_u64, 0_u64, 0_u64);
+    for round in 0..4 {
+        let read = |talk: &mut common::Talk, flood: &mut u64, echoed: &mut u64| {
+            let line = talk.line();
+            match line.strip_prefix("flood ") {
+                Some(number) => {
+                    assert_eq!(number.parse(), Ok(*flood));
+                    *flood += 1;
+                }
+                None => {
+                    assert_eq!(line, format!("e{echoed}"));
+                    *echoed += 1;
+                }
+            }
+        };
+        for _ in 0..500 {
+            talk.send(&format!("echo e{sent}"));
+            sent += 1;
+            read(&mut talk, &mut flood, &mut echoed);
+        }
+        let image = lab.image(&format!("image{round}"));
+        let after = if round % 2 == 0 { After::Stop } else { After::Hold };
+        let captured = lab.engine.checkpoint(&sandbox.id, &sandbox.runtime, &image, after).await.unwrap();
+        assert_whole(&image, &captured);
+        if after == After::Hold {
+            lab.engine.stop(&sandbox.id, &sandbox.runtime).await.unwrap();
+        }
+        for _ in 0..500 {
+            talk.send(&format!("echo e{sent}"));
+            sent += 1;
+        }
+        let next = Sandbox { id: sandbox.id.clone(), ..Sandbox::new() };
+        let spec = lab.restore_spec(&sandbox, &next, &image, Session::Continue);
+        let restored = lab.engine.restore(spec).await.unwrap();
+        assert_eq!(restored.session, Session::Continue);
+        sandbox = next;
+        while echoed < sent {
+            read(&mut talk, &mut flood, &mut echoed);
+        }
+        lab.engine.prewarm(WarmSpec { rootfs: lab.rootfs(), shape: SHAPE }, 1).await;
+    }
+    talk.send("sum");
+    let mut line = talk.line();
+    while line.starts_with("flood ") {
+        line = talk.line();
+    }
+    assert_eq!(line, sum);
+    for (ask, check) in [("read /root/note", None), ("count", Some(()))] {
+        talk.send(ask);
+        let mut line = talk.line();
+        while line.starts_with("flood ") {
+            line = talk.line();
+        }
+        match check {
+            None => assert_eq!(line, "kept"),
+            Some(()) => assert!(line.parse::<u64>().unwrap() > count, "the counter began anew"),
+        }
+    }
+    count = flood;
+    assert!(count > 0);
+    lab.engine.prewarm(WarmSpec { rootfs: lab.rootfs(), shape: SHAPE }, 0).await;
+    lab.engine.destroy(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn copies_go_on_side_by_side_and_their_source_too() {
+    let lab = Lab::new().await;
+    let source = lab.boot().await;
+    let mut talk = lab.talk(&source);
+    assert_eq!(talk.ask("write /root/who source"), "Ok(())");
+    let count = talk.number("count");
+    let image = lab.image("image");
+    let captured =
+        lab.engine.checkpoint(&source.id, &source.runtime, &image, After::KeepRunning).await.unwrap();
+    assert_whole(&image, &captured);
+    let (a, b) = (Sandbox::new(), Sandbox::new());
+    for copy in [&a, &b] {
+        let spec = lab.restore_spec(&source, copy, &image, Session::New);
+        assert_eq!(lab.engine.restore(spec).await.unwrap().session, Session::New);
+    }
+    let (mut talk_a, mut talk_b) = (lab.talk(&a), lab.talk(&b));
+    assert!(talk_a.number("count") >= count);
+    assert_eq!(talk_a.ask("write /root/who a"), "Ok(())");
+    assert_eq!(talk_b.ask("read /root/who"), "source");
+    assert_eq!(talk.ask("read /root/who"), "source");
+    assert_eq!(talk_a.ask("read /root/who"), "a");
+    assert!(!lab.rootfs().join("root/who").exists(), "the shared root file system was written to");
+    for sandbox in [&a, &b, &source] {
+        lab.engine.destroy(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
+    }
+    assert_eq!(lab.remains(), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_checkpoint_that_fails_leaves_the_sandbox_as_it_was() {
+    let lab = Lab::new().await;
+    let sandbox = lab.boot().await;
+    let mut talk = lab.talk(&sandbox);
+    let count = talk.number("count");
+    for after in [After::Stop, After::Hold, After::KeepRunning] {
+        // runsc refuses to write over a file.
+        let image = lab.image(&format!("taken-{after:?}"));
+        std::fs::write(image.join("checkpoint.img"), "taken").unwrap();
+        let error = lab.engine.checkpoint(&sandbox.id, &sandbox.runtime, &image, after).await.unwrap_err();
+        assert!(matches!(error.failure, Failure::Command { .. }), "{error}");
+        assert!(talk.number("count") > count);
+        let adopted = lab.engine.adopt(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
+        assert_eq!(adopted.runtime, RuntimeState::Running);
+    }
+    // Held, and let go on instead of stopped.
+    let image = lab.image("held");
+    lab.engine.checkpoint(&sandbox.id, &sandbox.runtime, &image, After::Hold).await.unwrap();
+    let adopted = lab.engine.adopt(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
+    assert_eq!(adopted.runtime, RuntimeState::Frozen);
+    lab.engine.thaw(&sandbox.id, &sandbox.runtime).await.unwrap();
+    assert!(talk.number("count") > count);
+    lab.engine.destroy(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
+}
+
+/// The daemon dies while runsc writes the image: its successor finds a running sandbox.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_that_dies_in_a_checkpoint_loses_nothing() {
+    let mut lab = Lab::new().await;
+    let sandbox = lab.boot().await;
+    let mut talk = lab.talk(&sandbox);
+    assert_eq!(talk.ask("fill 150"), "filled");
+    let sum = talk.ask("sum");
+    talk.send("flood");
+    for expected in 0..100 {
+        assert_eq!(talk.line(), format!("flood {expected}"));
+    }
+    let image = lab.image("image");
+    let sealed = {
+        let (engine, sandbox, into) = (lab.engine.clone(), sandbox.clone(), image.clone());
+        let task = tokio::spawn(async move {
+            engine.checkpoint(&sandbox.id, &sandbox.runtime, &into, After::Stop).await
+        });
+        while !image.join("pages.img").exists() {
+            tokio::task::yield_now().await;
+        }
+        task.abort();
+        task.await.is_err()
+    };
+    assert!(sealed, "the checkpoint ended before it could be cut");
+    lab.reopen().await;
+    let adopted = lab.engine.adopt(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
+    assert_eq!((adopted.runtime, adopted.keeper), (RuntimeState::Running, true));
+    talk.send("sum");
+    let mut next = 100;
+    let line = loop {
+        let line = talk.line();
+        if !line.starts_with("flood ") {
+            break line;
+        }
+        assert_eq!(line, format!("flood {next}"));
+        next += 1;
+    };
+    assert_eq!(line, sum);
+    let keep = [(sandbox.id.clone(), Some(sandbox.runtime.clone()))];
+    assert_eq!(lab.engine.sweep(&keep).await.unwrap(), Default::default());
+    lab.engine.destroy(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
+    assert_eq!(lab.remains(), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ends_are_noticed_with_their_reason() {
+    let lab = Lab::new().await;
+    let ended = lab.boot().await;
+    lab.talk(&ended).send("exit 3");
+    let exit = lab.engine.exited(&ended.id, &ended.runtime).await;
+    assert!(matches!(&exit, Exit::Runtime { why } if why.contains("init process")), "{exit:?}");
+    let adopted = lab.engine.adopt(&ended.id, Some(&ended.runtime)).await.unwrap();
+    assert_eq!(adopted.runtime, RuntimeState::Gone);
+    let image = lab.image("image");
+    let error = lab.engine.checkpoint(&ended.id, &ended.runtime, &image, After::Stop).await.unwrap_err();
+    assert!(matches!(error.failure, Failure::Exited { .. }), "{error}");
+
+    if lab.engine.cgroups().is_some() {
+        let greedy = lab.boot().await;
+        lab.talk(&greedy).send("fill 1500");
+        let exit = lab.engine.exited(&greedy.id, &greedy.runtime).await;
+        assert!(matches!(&exit, Exit::Runtime { why } if why.contains("256 MiB")), "{exit:?}");
+    }
+
+    let orphan = lab.boot().await;
+    let status = lab.engine.keeper_status(&orphan.id).await.unwrap();
+    assert_eq!(status.generation.0, 1);
+    let keeper = std::fs::read(lab.engine.keeper_dir(&orphan.id).join("keeper.json")).unwrap();
+    let (pid, _): (u32, u64) = serde_json::from_slice(&keeper).unwrap();
+    dormouse_sys::process::PidFd::open(pid).unwrap().kill().unwrap();
+    let exit = lab.engine.exited(&orphan.id, &orphan.runtime).await;
+    assert!(matches!(exit, Exit::Keeper { .. }), "{exit:?}");
+
+    // A lost keeper is replaced by a checkpoint and a restore: a new session says so.
+    let image = lab.image("again");
+    lab.engine.checkpoint(&orphan.id, &orphan.runtime, &image, After::Stop).await.unwrap();
+    let next = Sandbox { id: orphan.id.clone(), ..Sandbox::new() };
+    let spec = lab.restore_spec(&orphan, &next, &image, Session::Continue);
+    assert_eq!(lab.engine.restore(spec).await.unwrap().session, Session::New);
+    assert_eq!(lab.talk(&next).ask("echo back"), "back");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_new_daemon_finds_its_sandboxes_and_sweeps_the_rest() {
+    let mut lab = Lab::new().await;
+    let (kept, lost) = (lab.boot().await, lab.boot().await);
+    lab.engine.prewarm(WarmSpec { rootfs: lab.rootfs(), shape: SHAPE }, 1).await;
+    let runs = lab.dir.path().join("gvisor/run");
+    while std::fs::read_dir(&runs).unwrap().count() < 3 {
+        tokio::task::yield_now().await;
+    }
+    lab.reopen().await;
+    let adopted = lab.engine.adopt(&kept.id, Some(&kept.runtime)).await.unwrap();
+    assert_eq!((adopted.runtime, adopted.keeper), (RuntimeState::Running, true));
+    let keep = [(kept.id.clone(), Some(kept.runtime.clone()))];
+    let swept = lab.engine.sweep(&keep).await.unwrap();
+    assert_eq!(swept.keepers, vec![lost.id.to_string()]);
+    assert_eq!(swept.runtimes.len(), 2, "a lost sandbox and a pool member: {swept:?}");
+    assert_eq!(lab.talk(&kept).ask("echo alive"), "alive");
+    assert_eq!(lab.engine.sweep(&keep).await.unwrap(), Default::default());
+    lab.engine.destroy(&kept.id, Some(&kept.runtime)).await.unwrap();
+    assert_eq!(lab.remains(), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_be_restored_is_refused_before_anything_is_touched() {
+    let lab = Lab::new().await;
+    let sandbox = Sandbox::new();
+    let image = lab.image("image");
+    let mut spec = lab.restore_spec(&sandbox, &sandbox, &image, Session::New);
+    let error = lab.engine.restore(spec.clone()).await.unwrap_err();
+    assert!(matches!(error.failure, Failure::Damaged { .. }), "{error}");
+    spec.manifest.compat.cpu_features.push("avx4096".to_owned());
+    let error = lab.engine.can_restore(&spec.manifest).unwrap_err();
+    assert!(error.to_string().contains("avx4096"), "{error}");
+    let error = lab.engine.restore(spec).await.unwrap_err();
+    assert!(matches!(error.failure, Failure::Incompatible { .. }), "{error}");
+    let mut older = lab.manifest(&sandbox);
+    older.compat.engine_version = "runsc 0.0~20210101".to_owned();
+    assert!(lab.engine.can_restore(&older).is_err());
+    let mut other = lab.manifest(&sandbox);
+    other.compat.agent_digest = "../../etc".to_owned();
+    assert!(lab.engine.can_restore(&other).is_err());
+    assert_eq!(lab.remains(), Vec::<String>::new());
+}
+
+/// A damaged image is an error, and what was begun for it is gone.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restore_that_fails_leaves_nothing_but_the_keeper() {
+    let lab = Lab::new().await;
+    let sandbox = lab.boot().await;
+    let image = lab.image("image");
+    lab.engine.checkpoint(&sandbox.id, &sandbox.runtime, &image, After::Stop).await.unwrap();
+    let bytes = std::fs::read(image.join("checkpoint.img")).unwrap();
+    std::fs::write(image.join("checkpoint.img"), &bytes[..bytes.len() / 2]).unwrap();
+    let next = Sandbox { id: sandbox.id.clone(), ..Sandbox::new() };
+    let spec = lab.restore_spec(&sandbox, &next, &image, Session::Continue);
+    let error = lab.engine.restore(spec).await.unwrap_err();
+    assert!(matches!(error.failure, Failure::Command { .. }), "{error}");
+    let adopted = lab.engine.adopt(&sandbox.id, Some(&next.runtime)).await.unwrap();
+    assert_eq!((adopted.runtime, adopted.keeper), (RuntimeState::Gone, true));
+
+    // Once it is mended, the same keeper goes on.
+    std::fs::write(image.join("checkpoint.img"), &bytes).unwrap();
+    let again = Sandbox { id: sandbox.id.clone(), ..Sandbox::new() };
+    let spec = lab.restore_spec(&sandbox, &again, &image, Session::Continue);
+    assert_eq!(lab.engine.restore(spec).await.unwrap().session, Session::Continue);
+    assert_eq!(lab.talk(&again).ask("echo back"), "back");
+    lab.engine.destroy(&sandbox.id, Some(&again.runtime)).await.unwrap();
+    assert_eq!(lab.remains(), Vec::<String>::new());
+}
