@@ -17,6 +17,8 @@ pub const AWAKE_PATH: &str = "/usr/local/bin/dormouse-awake";
 /// Executables here run after a restore with a new identity.
 pub const WAKE_HOOKS_DIR: &str = "/etc/dormouse/wake.d";
 
+/// Before `/usr/bin` on every path.
+const SUDO_PATH: &str = "/usr/local/bin/sudo";
 const TEXT_BYTES_MAX: u64 = 4 << 20;
 const AWAKE: &str = "#!/bin/sh\nexec /usr/lib/dormouse/agent awake \"$@\"\n";
 const HOSTS: &str = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n";
@@ -45,10 +47,14 @@ pub fn prepare(root: &Root) -> Result<(), ImportError> {
         ("/etc/hostname", "localhost\n", 0o644),
         // Empty: every sandbox gets its own when it wakes.
         ("/etc/machine-id", "", 0o644),
+        // runsc puts a file system in memory over a /tmp that is empty.
+        ("/tmp/.dormouse", "", 0o644),
     ] {
         root.write(path, content.as_bytes(), mode, ROOT_OWNER)
             .map_err(|source| failed("write", path, source))?;
     }
+    // Where the kernel honours no set-user-id bit the agent takes sudo's place, by the name it is called.
+    root.link(SUDO_PATH, &agent).map_err(|source| failed("write", SUDO_PATH, source))?;
     user(root).map_err(|source| failed("add the user to", "/etc/passwd", source))?;
     if root.exists("/etc/sudoers.d") {
         let path = "/etc/sudoers.d/dormouse-user";

@@ -185,6 +185,15 @@ impl Root {
         set_owner_and_mode(file.as_fd(), owner, mode)
     }
 
+    /// Replaces whatever is at `path` by a link.
+    pub fn link(&self, path: &str, target: &str) -> io::Result<()> {
+        let path = RelPath::inside(path).map_err(invalid)?;
+        let (parent, name) = path.split().ok_or_else(|| invalid("it has no name"))?;
+        let parent = self.make_dirs(&parent)?;
+        remove_at(parent.as_fd(), name)?;
+        Ok(rustix::fs::symlinkat(target, &parent, name)?)
+    }
+
     /// A regular file's text; `None` where there is none. Links are followed, inside the root.
     pub fn read(&self, path: &str, bytes_max: u64) -> io::Result<Option<String>> {
         let path = RelPath::inside(path).map_err(invalid)?;
