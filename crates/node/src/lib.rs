@@ -6,14 +6,23 @@
 mod actor;
 mod agent;
 mod boot;
+mod build;
 mod config;
+mod create;
 mod error;
+mod gc;
 mod hub;
+mod idle;
 mod journal;
 pub mod lifecycle;
+mod lineage;
 pub mod model;
 mod node;
+mod observe;
+mod query;
 mod retention;
+mod snapshots;
+mod stream;
 mod work;
 
 pub use config::{AgentBinary, Limits, NodeConfig};
