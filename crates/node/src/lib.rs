@@ -14,6 +14,7 @@ mod gc;
 mod hub;
 mod idle;
 mod journal;
+mod key_store;
 pub mod lifecycle;
 mod lineage;
 pub mod model;
@@ -27,4 +28,5 @@ mod work;
 
 pub use config::{AgentBinary, Limits, NodeConfig};
 pub use error::{ErrorCode, NodeError, OpenError, StreamError};
+pub use key_store::KeyStore;
 pub use node::Node;
