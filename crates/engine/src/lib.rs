@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
 use dormouse_snapshot::{Compat, Manifest};
-use dormouse_types::{EngineKind, RuntimeId, SandboxId};
+use dormouse_types::{EngineKind, Generation, RuntimeId, SandboxId};
 use dormouse_wire::keeper::{EgressRules, Status};
 
 pub use error::{EngineError, Failure, Operation};
@@ -83,6 +83,22 @@ pub trait Engine: Send + Sync + 'static {
     async fn destroy(&self, sandbox: &SandboxId, runtime: Option<&RuntimeId>) -> Result<(), EngineError>;
 
     async fn set_egress(&self, sandbox: &SandboxId, rules: &EgressRules) -> Result<(), EngineError>;
+
+    /// Puts a new keeper in the place of one that ended, under a running sandbox: the carrier gets a
+    /// new session, open streams are lost, nothing else is. Idempotent: a keeper that lives stays.
+    /// `Failure::Unsupported`: a checkpoint and a restore do the same here.
+    async fn replace_keeper(
+        &self,
+        sandbox: &SandboxId,
+        runtime: &RuntimeId,
+        generation: Generation,
+        egress: &EgressRules,
+    ) -> Result<(), EngineError> {
+        let _ = (runtime, generation, egress);
+        let why = "its carrier is bound to the keeper that made it".to_owned();
+        let failure = Failure::Unsupported { why };
+        Err(EngineError { operation: Operation::Adopt, sandbox: Some(sandbox.clone()), failure })
+    }
 
     /// What the keeper knows of the sandbox's traffic.
     async fn keeper_status(&self, sandbox: &SandboxId) -> Result<Status, EngineError>;

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use common::{Lab, SHAPE, Sandbox, assert_whole};
 use dormouse_engine::{After, Engine, Exit, Failure, RuntimeState, WarmSpec};
-use dormouse_wire::keeper::Session;
+use dormouse_types::Generation;
+use dormouse_wire::keeper::{EgressRules, Session};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_sandbox_boots_freezes_thaws_and_leaves_nothing() {
@@ -245,7 +246,18 @@ async fn ends_are_noticed_with_their_reason() {
     let exit = lab.engine.exited(&orphan.id, &orphan.runtime).await;
     assert!(matches!(exit, Exit::Keeper { .. }), "{exit:?}");
 
-    // A lost keeper is replaced by a checkpoint and a restore: a new session says so.
+    // Another keeper takes over at once.
+    let (rules, generation) = (EgressRules::default(), Generation(2));
+    for _ in 0..2 {
+        lab.engine.replace_keeper(&orphan.id, &orphan.runtime, generation, &rules).await.unwrap();
+    }
+    assert_eq!(lab.engine.keeper_status(&orphan.id).await.unwrap().generation, generation);
+    assert_eq!(lab.talk(&orphan).ask("echo over"), "over");
+
+    // Without one, a checkpoint and a restore do it as well, and the new session says so.
+    let keeper = std::fs::read(lab.engine.keeper_dir(&orphan.id).join("keeper.json")).unwrap();
+    let (pid, _): (u32, u64) = serde_json::from_slice(&keeper).unwrap();
+    dormouse_sys::process::PidFd::open(pid).unwrap().kill().unwrap();
     let image = lab.image("again");
     lab.engine.checkpoint(&orphan.id, &orphan.runtime, &image, After::Stop).await.unwrap();
     let next = Sandbox { id: orphan.id.clone(), ..Sandbox::new() };

@@ -10,9 +10,10 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use dormouse_sys::process::{self, Identity, PidFd};
-use dormouse_types::SandboxId;
+use dormouse_types::{Generation, SandboxId};
 use dormouse_wire::keeper::{
-    AGENT_SOCKET, Answer, CONTROL_SOCKET, FRAME_BYTES_MAX, KEEPER_VERSION, LOG_FILE, Request,
+    AGENT_SOCKET, Answer, CONTROL_SOCKET, EgressRules, FRAME_BYTES_MAX, KEEPER_VERSION, LOG_FILE, Request,
+    Session,
 };
 
 use super::layout::io_failure;
@@ -49,6 +50,18 @@ impl Keeper {
             Answer::Done => Ok(()),
             other => Err(Failure::Keeper { why: format!("answered something else than asked: {other:?}") }),
         }
+    }
+
+    /// Gives it the pipes, under rules that hold from the first connection on.
+    pub fn attach(
+        &self,
+        generation: Generation,
+        session: Session,
+        rules: EgressRules,
+        ends: [BorrowedFd<'_>; 4],
+    ) -> Result<(), Failure> {
+        self.done(&Request::SetEgress { rules }, &[])?;
+        self.done(&Request::Attach { generation, session }, &ends)
     }
 
     /// Whether a keeper of this protocol's version answers for this very sandbox.

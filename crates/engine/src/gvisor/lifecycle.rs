@@ -125,9 +125,7 @@ impl Inner {
         let (generation, wanted, rules) = (binding.generation, binding.session, binding.egress.clone());
         blocking(move || {
             let session = if keeper.ensure(&program)? { Session::New } else { wanted };
-            keeper.done(&Request::SetEgress { rules }, &[])?;
-            let fds = pipes.for_keeper().map(AsFd::as_fd);
-            keeper.done(&Request::Attach { generation, session }, &fds)?;
+            keeper.attach(generation, session, rules, pipes.for_keeper().map(AsFd::as_fd))?;
             Ok(session)
         })
         .await

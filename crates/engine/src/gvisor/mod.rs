@@ -19,14 +19,15 @@ mod seal;
 mod sweep;
 
 use std::ffi::OsString;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use dormouse_snapshot::{Compat, Manifest};
 use dormouse_sys::cgroup::{Hierarchies, Version};
-use dormouse_types::{EngineKind, RuntimeId, SandboxId};
-use dormouse_wire::keeper::{Answer, EgressRules, Request, Status};
+use dormouse_types::{EngineKind, Generation, RuntimeId, SandboxId};
+use dormouse_wire::keeper::{Answer, EgressRules, Request, Session, Status};
 
 pub use runsc::Runsc;
 
@@ -394,6 +395,27 @@ impl Engine for Gvisor {
         let (keeper, rules) = (self.0.keeper(sandbox), rules.clone());
         let set = blocking(move || keeper.done(&Request::SetEgress { rules }, &[])).await;
         Self::named(Operation::SetEgress, sandbox, set)
+    }
+
+    async fn replace_keeper(
+        &self,
+        sandbox: &SandboxId,
+        runtime: &RuntimeId,
+        generation: Generation,
+        egress: &EgressRules,
+    ) -> Result<(), EngineError> {
+        let (inner, keeper, runtime) = (Arc::clone(&self.0), self.0.keeper(sandbox), runtime.clone());
+        let rules = egress.clone();
+        let replaced = blocking(move || {
+            let container = inner.running(&runtime)?;
+            if !keeper.ensure(&inner.keeper_program)? {
+                return Ok(());
+            }
+            let gone = || Failure::Exited { why: format!("the runtime {runtime} is gone") };
+            let ends = container.seal().ok_or_else(gone)?.ends()?;
+            keeper.attach(generation, Session::New, rules, ends.each_ref().map(AsFd::as_fd))
+        });
+        Self::named(Operation::Adopt, sandbox, replaced.await)
     }
 
     async fn keeper_status(&self, sandbox: &SandboxId) -> Result<Status, EngineError> {

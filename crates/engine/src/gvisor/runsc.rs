@@ -4,7 +4,8 @@
 //! `state` are never called: they wait for whoever reaps the processes, and hang on a frozen sandbox.
 
 use std::ffi::{OsStr, OsString};
-use std::os::fd::OwnedFd;
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
@@ -113,7 +114,7 @@ impl Target<'_> {
     pub async fn create(&self, ends: GuestEnds<'_>) -> Result<(), Failure> {
         let mut command = self.runsc.command(self.dir, self.files, self.groups);
         command.args([OsStr::new("create"), &joined("--bundle=", self.dir), OsStr::new(self.id)]);
-        let clone = |end: &OwnedFd| end.try_clone().map_err(io_failure("hand a pipe to", self.dir));
+        let clone = |end: &OwnedFd| both_ways(end).map_err(io_failure("hand a pipe to", self.dir));
         // Standard error becomes the init process's: nobody would read it, and a full pipe would stop it.
         command.stdin(clone(ends.stdin)?).stdout(clone(ends.stdout)?).stderr(Stdio::null());
         self.run(command, "create", Duration::from_secs(60)).await
@@ -174,6 +175,12 @@ impl Target<'_> {
         }
         Failure::Command { command: format!("runsc {verb}"), status, output }
     }
+}
+
+/// The sandbox holds both directions of its pipes: a keeper's death is then no end of file and no
+/// broken pipe inside, and another keeper can take over.
+fn both_ways(end: &OwnedFd) -> std::io::Result<File> {
+    File::options().read(true).write(true).open(format!("/proc/self/fd/{}", end.as_raw_fd()))
 }
 
 fn told(status: ExitStatus) -> String {

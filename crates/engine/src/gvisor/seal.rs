@@ -81,6 +81,15 @@ impl Seal {
         put_back().map_err(io_failure("unseal the pipes of", &self.dir))
     }
 
+    /// The four ends that a keeper holds, for one that takes over from a dead one.
+    pub fn ends(&self) -> Result<[File; 4], Failure> {
+        let [stdin, stdout] = self.paths()?;
+        let end = |pipe: &Path, read: bool| {
+            File::options().read(read).write(!read).open(pipe).map_err(io_failure("open the pipe", pipe))
+        };
+        Ok([end(&stdin, false)?, end(&stdout, true)?, end(&stdin, true)?, end(&stdout, false)?])
+    }
+
     fn write_file(&self, input: &[u8], output: &[u8]) -> io::Result<()> {
         let (path, temporary) = (self.dir.join(FILE), self.dir.join("sealed.tmp"));
         let mut file = File::create(&temporary)?;
