@@ -28,7 +28,8 @@ pub async fn open(config: &ServeConfig, agent: &AgentBinary) -> Result<Vec<Arc<d
     let keeper = vec![program.into_os_string(), OsString::from("keeper")];
     let agent = AgentFile { version: agent.version.clone(), digest };
     let data_dir = config.data_dir.clone();
-    let gvisor = Gvisor::open(GvisorConfig { data_dir, agent, keeper, runsc: config.runsc.clone() });
+    let gvisor =
+        Gvisor::open(GvisorConfig { data_dir, agent, keeper, runsc: config.runsc.clone(), cgroups: true });
     let gvisor: Arc<dyn Engine> = Arc::new(gvisor.await.map_err(Box::new)?);
     Ok(vec![gvisor])
 }

@@ -22,6 +22,8 @@ mod reply;
 mod route;
 mod signed;
 mod start;
+#[cfg(test)]
+mod tests;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use axum::body::Body;
 use dormouse_api::error::ApiError;
-use dormouse_node::model::{Purpose, State};
+use dormouse_node::model::{IdlePolicy, Purpose, State};
 use dormouse_node::{Node, StreamError};
 use dormouse_types::{Generation, SandboxId};
 use dormouse_wire::stream::CONTROL_PORT;
@@ -56,8 +56,11 @@ pub trait Inside: Send + Sync + 'static {
         port: u16,
     ) -> impl Future<Output = Result<UnixStream, StreamError>> + Send;
 
-    /// The generation of a sandbox that runs; `None`: it does not, or is gone.
-    fn running(&self, id: &SandboxId) -> impl Future<Output = Option<Generation>> + Send;
+    fn runs(&self, id: &SandboxId) -> impl Future<Output = bool> + Send;
+
+    /// The generation of a sandbox whose connections may be kept; `None`: it does not run, is gone,
+    /// or is to fall asleep when nothing is open.
+    fn keepable(&self, id: &SandboxId) -> impl Future<Output = Option<Generation>> + Send;
 }
 
 impl Inside for Arc<Node> {
@@ -65,9 +68,15 @@ impl Inside for Arc<Node> {
         Node::stream(self, id, port, Purpose::NoWake).await
     }
 
-    async fn running(&self, id: &SandboxId) -> Option<Generation> {
+    async fn runs(&self, id: &SandboxId) -> bool {
+        self.get(id).await.is_ok_and(|info| info.state == State::Running)
+    }
+
+    async fn keepable(&self, id: &SandboxId) -> Option<Generation> {
         let info = self.get(id).await.ok()?;
-        matches!(info.state, State::Running).then_some(info.generation)
+        // An open connection would keep a sandbox awake that has an idle policy.
+        let kept = info.state == State::Running && info.idle == IdlePolicy::default();
+        kept.then_some(info.generation)
     }
 }
 
@@ -138,7 +147,7 @@ async fn exchange<I: Inside>(
 
 /// Connections are kept for running sandboxes only: one that sleeps is woken by a new stream.
 async fn pool_key<I: Inside>(gate: &Gate<I>, id: &SandboxId, port: u16) -> Option<Key> {
-    let generation = gate.inside.running(id).await?;
+    let generation = gate.inside.keepable(id).await?;
     Some(Key { sandbox: id.clone(), port, generation })
 }
 
@@ -275,9 +284,10 @@ fn unreachable(id: &SandboxId, why: &str) -> Reply {
 }
 
 async fn broken_off<I: Inside>(gate: &Gate<I>, id: &SandboxId, why: &str) -> Reply {
-    match gate.inside.running(id).await {
-        Some(_) => unreachable(id, &format!("the service ended the connection without an answer ({why})")),
-        None => not_found(id),
+    if gate.inside.runs(id).await {
+        unreachable(id, &format!("the service ended the connection without an answer ({why})"))
+    } else {
+        not_found(id)
     }
 }
 

@@ -41,8 +41,12 @@ impl Inside for Arc<Sandbox> {
         Ok(ours)
     }
 
-    async fn running(&self, id: &SandboxId) -> Option<Generation> {
-        (id.as_str() == ID && self.running.load(Ordering::SeqCst)).then_some(Generation(1))
+    async fn runs(&self, id: &SandboxId) -> bool {
+        id.as_str() == ID && self.running.load(Ordering::SeqCst)
+    }
+
+    async fn keepable(&self, id: &SandboxId) -> Option<Generation> {
+        self.runs(id).await.then_some(Generation(1))
     }
 }
 

@@ -68,21 +68,9 @@ impl Daemon {
         let engines = engines::open(config, &agent).await?;
         let reports = engines.iter().map(|engine| report(engine.as_ref())).collect();
         let node = Node::open(node_config(config, engines, agent, trusted_ca)).await?;
-        for note in node.notes() {
-            tracing::warn!("{note}");
-        }
         clear_uploads(&config.data_dir);
         admin_key(&node, &config.data_dir).await;
-        let app = Arc::new(App {
-            node: Arc::clone(&node),
-            domain,
-            data_dir: config.data_dir.clone(),
-            listen: bound.to_string(),
-            engines: reports,
-            gate: Gate { inside: node, pool: Arc::default(), going: going.clone() },
-            requests: Requests::default(),
-            going,
-        });
+        let app = app(node, domain, config.data_dir.clone(), bound.to_string(), reports, going);
         Ok(Self { listener, app })
     }
 
@@ -108,6 +96,18 @@ impl Daemon {
         // Absent when the folder went meanwhile; nothing depends on it.
         let _ = fs::remove_file(listen_file);
     }
+}
+
+pub fn app(
+    node: Arc<Node>,
+    domain: Domain,
+    data_dir: PathBuf,
+    listen: String,
+    engines: Vec<EngineReport>,
+    going: CancellationToken,
+) -> Arc<App> {
+    let gate = Gate { inside: Arc::clone(&node), pool: Arc::default(), going: going.clone() };
+    Arc::new(App { node, domain, data_dir, listen, engines, gate, requests: Requests::default(), going })
 }
 
 fn absolute(data_dir: &Path) -> Result<PathBuf, ServeError> {
