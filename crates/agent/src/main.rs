@@ -5,6 +5,7 @@
 //! agent init                                   process 1; the carrier on standard input and output
 //! agent serve [--listen ADDRESS] [--control ADDRESS] [--root FOLDER]     without a sandbox, on TCP
 //! agent awake COMMAND…                         also called as dormouse-awake
+//! agent sudo …                                 also called as sudo
 //! ```
 
 mod auth;
@@ -22,6 +23,7 @@ mod process;
 mod procfs;
 mod rpc;
 mod serve;
+mod sudo;
 mod users;
 
 use std::ffi::OsString;
@@ -33,12 +35,13 @@ use serve::{Serve, init, serve};
 /// Threads for calls that block (files, `/proc`): few, as each holds memory in every sandbox.
 const BLOCKING_THREADS_MAX: usize = 8;
 
-const USAGE: &str = "usage: agent init | agent serve [--listen ADDRESS] [--control ADDRESS] [--root FOLDER] | agent awake COMMAND…";
+const USAGE: &str = "usage: agent init | agent serve [--listen ADDRESS] [--control ADDRESS] [--root FOLDER] | agent awake COMMAND… | agent sudo …";
 
 enum Mode {
     Init,
     Serve(Serve),
     Awake(Vec<OsString>),
+    Sudo(Vec<OsString>),
 }
 
 fn main() -> ExitCode {
@@ -69,6 +72,7 @@ fn main() -> ExitCode {
 async fn run(mode: Mode) -> ExitCode {
     let done = match mode {
         Mode::Awake(command) => return awake::run(command).await,
+        Mode::Sudo(arguments) => return sudo::client::run(&arguments).await,
         Mode::Init => init().await,
         Mode::Serve(options) => serve(options).await,
     };
@@ -83,13 +87,16 @@ async fn run(mode: Mode) -> ExitCode {
 
 fn parse(args: Vec<OsString>) -> Result<Mode, String> {
     let mut args = args.into_iter();
-    let name = args.next().unwrap_or_default();
-    if PathBuf::from(name).file_name().is_some_and(|name| name == "dormouse-awake") {
-        return Ok(Mode::Awake(args.collect()));
+    let name = PathBuf::from(args.next().unwrap_or_default());
+    match name.file_name().and_then(|name| name.to_str()) {
+        Some("dormouse-awake") => return Ok(Mode::Awake(args.collect())),
+        Some(sudo::NAME) => return Ok(Mode::Sudo(args.collect())),
+        _ => {}
     }
     match args.next().as_deref().and_then(|mode| mode.to_str()) {
         Some("init") => Ok(Mode::Init),
         Some("awake") => Ok(Mode::Awake(args.collect())),
+        Some(sudo::NAME) => Ok(Mode::Sudo(args.collect())),
         Some("serve") => parse_serve(args).map(Mode::Serve),
         Some(other) => Err(format!("there is no mode {other:?}")),
         None => Err("no mode is given".to_owned()),
@@ -125,6 +132,7 @@ mod tests {
         assert!(matches!(parsed(&["agent", "init"]), Ok(Mode::Init)));
         assert!(matches!(parsed(&["/usr/bin/dormouse-awake", "init"]), Ok(Mode::Awake(c)) if c == ["init"]));
         assert!(matches!(parsed(&["agent", "awake", "make", "-j"]), Ok(Mode::Awake(c)) if c.len() == 2));
+        assert!(matches!(parsed(&["sudo", "-n", "id"]), Ok(Mode::Sudo(c)) if c.len() == 2));
         let Ok(Mode::Serve(options)) = parsed(&["agent", "serve", "--listen", "127.0.0.1:7"]) else {
             panic!("serve was not understood");
         };

@@ -14,7 +14,7 @@ use crate::context::{Ctx, Settings};
 use crate::control::{self, System};
 use crate::http::{Services, envd, serve_stream};
 use crate::process::Processes;
-use crate::{awake, carrier};
+use crate::{awake, carrier, sudo};
 
 /// After it was asked to, a process has this long to end.
 const END_GRACE: Duration = Duration::from_secs(2);
@@ -67,6 +67,9 @@ pub async fn init() -> io::Result<()> {
     }
     if let Err(error) = awake::listen(ctx.clone(), Path::new(awake::RUN_DIR)) {
         tracing::warn!(%error, "awake locks cannot be held");
+    }
+    if let Err(error) = sudo::server::start(ctx.processes().reaper()) {
+        tracing::warn!(%error, "sudo cannot be served");
     }
     let carried = tokio::spawn(carry(ctx.clone(), services));
     shutdown.cancelled().await;

@@ -12,6 +12,6 @@ mod service;
 mod spawn;
 mod supervise;
 
-pub use reaper::{Exit, Reaper};
+pub use reaper::{Exit, Reaper, Started};
 pub use registry::Processes;
 pub use service::router;
