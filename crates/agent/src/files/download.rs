@@ -15,13 +15,13 @@ use axum::response::{IntoResponse, Response};
 use dormouse_types::Timestamp;
 use flate2::Compression;
 use flate2::write::GzEncoder;
+use futures_util::Stream;
 use http::header::{
     ACCEPT_RANGES, CONTENT_DISPOSITION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, CONTENT_TYPE, ETAG,
     LAST_MODIFIED, VARY,
 };
 use http::{HeaderMap, HeaderValue, StatusCode};
 use rustix::fs::OFlags;
-use tokio::sync::mpsc;
 
 use super::accept::{Accepted, Encoding};
 use super::conditions::{self, Decision, Validators};
@@ -33,8 +33,6 @@ use crate::filesystem::{Caller, blocking};
 
 /// Read before the answer begins.
 const FIRST_BYTES: usize = 256 << 10;
-/// Pieces between the file and the connection.
-const PIECES_MAX: usize = 3;
 
 pub async fn download(caller: Caller, path: String, headers: HeaderMap) -> Result<Response, Refusal> {
     let opened = blocking(move || open(&caller.resolve(&path)?)).await?;
@@ -152,7 +150,7 @@ fn part(opened: Opened, range: Range<u64>) -> Response {
 fn plain(opened: Opened) -> Response {
     // Of a special file nobody knows the length: send what comes.
     if !opened.complete && opened.meta.len() <= opened.first.len() as u64 {
-        return Body::from_stream(pieces(opened, None, |piece, _| Ok(piece))).into_response();
+        return Body::from_stream(Pieces::new(opened, None, None).stream()).into_response();
     }
     let all = 0..opened.size();
     bytes_of(opened, all)
@@ -166,99 +164,114 @@ fn bytes_of(opened: Opened, range: Range<u64>) -> Response {
         };
         return Body::from(opened.first.slice(start..end)).into_response();
     }
-    let body = Body::from_stream(pieces(opened, Some(range), |piece, _| Ok(piece)));
+    let body = Body::from_stream(Pieces::new(opened, Some(range), None).stream());
     ([(CONTENT_LENGTH, length)], body).into_response()
 }
 
 async fn gzipped(opened: Opened) -> Response {
     let encoding = [(CONTENT_ENCODING, "gzip")];
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
     if opened.complete {
         let packed = blocking(move || {
-            let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
             encoder.write_all(&opened.first)?;
             encoder.finish()
         });
         return match packed.await {
             Ok(packed) => (encoding, Body::from(packed)).into_response(),
-            Err(why) => Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, format!("compressing failed: {why}"))
-                .into_response(),
+            Err(why) => {
+                let message = format!("compressing failed: {why}");
+                Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, message).into_response()
+            }
         };
     }
-    let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
-    let pack = move |piece: Bytes, last: bool| {
-        encoder.write_all(&piece)?;
-        if last {
-            encoder.try_finish()?;
-        }
-        Ok(Bytes::from(std::mem::take(encoder.get_mut())))
-    };
-    (encoding, Body::from_stream(pieces(opened, None, pack))).into_response()
+    (encoding, Body::from_stream(Pieces::new(opened, None, Some(encoder)).stream())).into_response()
 }
 
-/// The file's bytes, read ahead of the connection by a thread of the blocking pool. With a range,
-/// exactly that many or an error; without, until the file ends. `change` sees each piece, the last one
-/// (which may be empty) marked.
-fn pieces(
+/// A file's bytes, each piece read while the one before it is sent. With an end, exactly up to there or
+/// an error; without, until the file ends. Runs in the blocking pool one piece at a time: a client that
+/// does not read holds no thread.
+struct Pieces {
     opened: Opened,
-    range: Option<Range<u64>>,
-    mut change: impl FnMut(Bytes, bool) -> io::Result<Bytes> + Send + 'static,
-) -> impl futures_util::Stream<Item = io::Result<Bytes>> + Send + 'static {
-    let (sender, mut receiver) = mpsc::channel(PIECES_MAX);
-    tokio::task::spawn_blocking(move || {
-        let outcome = read_pieces(&opened, range, &mut |piece, last| {
-            let piece = change(piece, last)?;
-            // An error here: nobody listens any more.
-            Ok(piece.is_empty() || sender.blocking_send(Ok(piece)).is_ok())
-        });
-        if let Err(why) = outcome {
-            tracing::debug!(path = %opened.path.display(), %why, "a download broke");
-            let _ = sender.blocking_send(Err(why));
-        }
-    });
-    futures_util::stream::poll_fn(move |cx| receiver.poll_recv(cx))
+    at: u64,
+    end: Option<u64>,
+    pack: Option<GzEncoder<Vec<u8>>>,
+    pool: Pool,
+    ended: bool,
 }
 
-fn read_pieces(
-    opened: &Opened,
-    range: Option<Range<u64>>,
-    send: &mut dyn FnMut(Bytes, bool) -> io::Result<bool>,
-) -> io::Result<()> {
-    let pool = Pool::default();
-    let first_end = opened.first.len() as u64;
-    let (mut at, end) = range.map_or((0, None), |range| (range.start, Some(range.end)));
-    let left = |at: u64| {
-        end.map_or(PIECE_BYTES, |end| usize::try_from(end - at).unwrap_or(usize::MAX).min(PIECE_BYTES))
-    };
-    if at < first_end {
-        // At most FIRST_BYTES, which is less than a piece.
-        let start = usize::try_from(at).unwrap_or(0);
-        let piece = opened.first.slice(start..opened.first.len().min(start + left(at)));
-        at += piece.len() as u64;
-        if !send(piece, end == Some(at))? {
-            return Ok(());
-        }
+impl Pieces {
+    fn new(opened: Opened, range: Option<Range<u64>>, pack: Option<GzEncoder<Vec<u8>>>) -> Self {
+        let (at, end) = range.map_or((0, None), |range| (range.start, Some(range.end)));
+        Self { opened, at, end, pack, pool: Pool::default(), ended: false }
     }
-    loop {
-        let wanted = left(at);
-        if wanted == 0 {
-            return Ok(());
+
+    fn stream(self) -> impl Stream<Item = io::Result<Bytes>> + Send + 'static {
+        let read = |mut pieces: Self| {
+            tokio::task::spawn_blocking(move || {
+                let piece = pieces.next().transpose();
+                (pieces, piece)
+            })
+        };
+        futures_util::stream::unfold(Some(read(self)), move |task| async move {
+            let (pieces, piece) = match task?.await {
+                Ok((pieces, piece)) => (pieces, piece?),
+                Err(why) => return Some((Err(io::Error::other(why)), None)),
+            };
+            if let Err(why) = &piece {
+                tracing::debug!(path = %pieces.opened.path.display(), %why, "a download broke");
+                return Some((piece, None));
+            }
+            Some((piece, (!pieces.ended).then(|| read(pieces))))
+        })
+    }
+
+    /// The next bytes to be sent, never empty.
+    fn next(&mut self) -> io::Result<Option<Bytes>> {
+        while !self.ended {
+            let piece = self.read()?;
+            self.at += piece.len() as u64;
+            if piece.is_empty() && self.end.is_some_and(|end| self.at < end) {
+                let message = "the file became shorter while it was sent";
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, message));
+            }
+            self.ended = piece.is_empty() || self.end == Some(self.at);
+            let Some(pack) = &mut self.pack else {
+                if piece.is_empty() {
+                    break;
+                }
+                return Ok(Some(piece));
+            };
+            pack.write_all(&piece)?;
+            if self.ended {
+                pack.try_finish()?;
+            }
+            let packed = std::mem::take(pack.get_mut());
+            if !packed.is_empty() {
+                return Ok(Some(packed.into()));
+            }
         }
-        let mut buffer = pool.take();
-        let read = match rustix::io::pread(&opened.file, rustix::buffer::spare_capacity(&mut buffer), at) {
-            Err(rustix::io::Errno::INTR) => continue,
-            read => read?.min(wanted),
+        Ok(None)
+    }
+
+    /// A piece of the file; empty at its end, and at the end that was asked for.
+    fn read(&self) -> io::Result<Bytes> {
+        let wanted = self
+            .end
+            .map_or(PIECE_BYTES, |end| usize::try_from(end - self.at).unwrap_or(usize::MAX).min(PIECE_BYTES));
+        if let Ok(start) = usize::try_from(self.at)
+            && start < self.opened.first.len()
+        {
+            let end = self.opened.first.len().min(start + wanted);
+            return Ok(self.opened.first.slice(start..end));
+        }
+        let mut buffer = self.pool.take();
+        let read = loop {
+            match rustix::io::pread(&self.opened.file, rustix::buffer::spare_capacity(&mut buffer), self.at) {
+                Err(rustix::io::Errno::INTR) => {}
+                read => break read?.min(wanted),
+            }
         };
         buffer.truncate(read);
-        at += read as u64;
-        if read == 0 && end.is_some() {
-            return Err(io::Error::new(
-                io::ErrorKind::UnexpectedEof,
-                "the file became shorter while it was sent",
-            ));
-        }
-        let last = read == 0 || end == Some(at);
-        if !send(pool.lend(buffer), last)? || last {
-            return Ok(());
-        }
+        Ok(self.pool.lend(buffer))
     }
 }

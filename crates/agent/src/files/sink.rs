@@ -1,140 +1,127 @@
-//! One file that is being received: held in memory while it is small, else written by a thread of its
-//! own while more arrives.
+//! One file that is being received: held in memory while it is small, else written in batches, one of
+//! which is on its way to the disk while the next one arrives. No thread waits for the client.
 //!
 //! Dropping a sink that was not finished leaves nothing behind.
 
 use std::io::{self, IoSlice, Write as _};
 
 use axum::body::Bytes;
-use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use super::error::Refusal;
 use super::pool::{PIECE_BYTES, Pool};
-use super::target::Target;
+use super::target::{Target, Unfinished};
 use crate::filesystem::blocking;
 
 /// Content up to this size is written in one go when it is complete.
 const MEMORY_BYTES_MAX: usize = 1 << 20;
-/// Portions of at least this size are handed to the thread as they are; smaller ones are gathered.
+/// Portions of at least this size are written as they are; smaller ones are gathered.
 const PORTION_BYTES: usize = 64 << 10;
-/// Portions between the connection and the thread.
-const PORTIONS_MAX: usize = 8;
+/// Bytes that are written at a time.
+const BATCH_BYTES: usize = 1 << 20;
 
 pub struct Sink {
     target: Target,
+    /// Small portions, gathered.
     held: Vec<u8>,
+    /// What is written next.
+    batch: Vec<Bytes>,
+    batch_bytes: usize,
     pool: Pool,
-    writer: Option<Writer>,
+    writing: Writing,
 }
 
-struct Writer {
-    portions: mpsc::Sender<Step>,
-    thread: JoinHandle<Result<(), Refusal>>,
-}
-
-enum Step {
-    Write(Bytes),
-    Publish,
+enum Writing {
+    NotYet,
+    Idle(Unfinished),
+    Busy(JoinHandle<Result<Unfinished, Refusal>>),
 }
 
 impl Sink {
     #[must_use]
     pub fn new(target: Target) -> Self {
-        Self { target, held: Vec::new(), pool: Pool::default(), writer: None }
+        Self {
+            target,
+            held: Vec::new(),
+            batch: Vec::new(),
+            batch_bytes: 0,
+            pool: Pool::default(),
+            writing: Writing::NotYet,
+        }
     }
 
     pub async fn push(&mut self, bytes: Bytes) -> Result<(), Refusal> {
-        if self.writer.is_none() {
+        if matches!(self.writing, Writing::NotYet) {
             if self.held.len() + bytes.len() <= MEMORY_BYTES_MAX {
                 self.held.extend_from_slice(&bytes);
                 return Ok(());
             }
-            self.writer = Some(Writer::start(self.target.clone()).await?);
+            let target = self.target.clone();
+            self.writing = Writing::Idle(blocking(move || target.begin()).await?);
         }
         if bytes.len() >= PORTION_BYTES {
-            self.flush().await?;
-            return self.send(Step::Write(bytes)).await;
+            self.flush();
+            self.add(bytes);
+        } else {
+            self.held.extend_from_slice(&bytes);
+            if self.held.len() + PORTION_BYTES > PIECE_BYTES {
+                self.flush();
+            }
         }
-        self.held.extend_from_slice(&bytes);
-        if self.held.len() + PORTION_BYTES > PIECE_BYTES { self.flush().await } else { Ok(()) }
+        if self.batch_bytes >= BATCH_BYTES { self.write_batch().await } else { Ok(()) }
     }
 
     /// The content is complete: it becomes the file.
     pub async fn finish(mut self) -> Result<(), Refusal> {
-        if self.writer.is_none() {
+        if matches!(self.writing, Writing::NotYet) {
             let (target, content) = (self.target, self.held);
             return blocking(move || target.write(&content)).await;
         }
-        self.flush().await?;
-        self.send(Step::Publish).await?;
-        match self.writer.take() {
-            Some(writer) => writer.outcome().await,
-            None => Ok(()),
+        self.flush();
+        self.write_batch().await?;
+        let finished = self.idle().await?;
+        let target = self.target;
+        blocking(move || target.publish(finished)).await
+    }
+
+    fn flush(&mut self) {
+        if !self.held.is_empty() {
+            let held = std::mem::replace(&mut self.held, self.pool.take());
+            let bytes = self.pool.lend(held);
+            self.add(bytes);
         }
     }
 
-    async fn flush(&mut self) -> Result<(), Refusal> {
-        if self.held.is_empty() {
-            return Ok(());
-        }
-        let held = std::mem::replace(&mut self.held, self.pool.take());
-        let bytes = self.pool.lend(held);
-        self.send(Step::Write(bytes)).await
+    fn add(&mut self, bytes: Bytes) {
+        self.batch_bytes += bytes.len();
+        self.batch.push(bytes);
     }
 
-    async fn send(&mut self, step: Step) -> Result<(), Refusal> {
-        let Some(writer) = &self.writer else { return Ok(()) };
-        if writer.portions.send(step).await.is_ok() {
-            return Ok(());
-        }
-        // The thread went first: it says why.
-        match self.writer.take() {
-            Some(writer) => writer.outcome().await,
-            None => Ok(()),
-        }
+    /// Waits for the last batch and starts this one.
+    async fn write_batch(&mut self) -> Result<(), Refusal> {
+        let unfinished = self.idle().await?;
+        let batch = std::mem::take(&mut self.batch);
+        self.batch_bytes = 0;
+        let path = self.target.path.clone();
+        self.writing = Writing::Busy(tokio::task::spawn_blocking(move || {
+            write_all(&unfinished.file, &batch).map_err(|why| Refusal::io("writing", &path, &why))?;
+            Ok(unfinished)
+        }));
+        Ok(())
     }
-}
 
-impl Writer {
-    async fn start(target: Target) -> Result<Self, Refusal> {
-        let starting = target.clone();
-        let unfinished = blocking(move || starting.begin()).await?;
-        let (portions, mut steps) = mpsc::channel(PORTIONS_MAX);
-        let thread = tokio::task::spawn_blocking(move || {
-            let mut gathered = Vec::with_capacity(PORTIONS_MAX);
-            loop {
-                // The sender is gone without a word: the upload broke, and `unfinished` goes too.
-                let Some(mut step) = steps.blocking_recv() else { return Ok(()) };
-                let publish = loop {
-                    match step {
-                        Step::Write(bytes) => gathered.push(bytes),
-                        Step::Publish => break true,
-                    }
-                    if gathered.len() == PORTIONS_MAX {
-                        break false;
-                    }
-                    match steps.try_recv() {
-                        Ok(next) => step = next,
-                        Err(_) => break false,
-                    }
-                };
-                write_all(&unfinished.file, &gathered)
-                    .map_err(|why| Refusal::io("writing", &target.path, &why))?;
-                gathered.clear();
-                if publish {
-                    return target.publish(unfinished);
-                }
+    /// The file, when nothing is being written to it.
+    async fn idle(&mut self) -> Result<Unfinished, Refusal> {
+        match std::mem::replace(&mut self.writing, Writing::NotYet) {
+            Writing::Idle(unfinished) => Ok(unfinished),
+            Writing::Busy(task) => match task.await {
+                Ok(written) => written,
+                Err(why) => std::panic::resume_unwind(why.into_panic()),
+            },
+            Writing::NotYet => {
+                let target = self.target.clone();
+                blocking(move || target.begin()).await
             }
-        });
-        Ok(Self { portions, thread })
-    }
-
-    async fn outcome(self) -> Result<(), Refusal> {
-        drop(self.portions);
-        match self.thread.await {
-            Ok(outcome) => outcome,
-            Err(why) => std::panic::resume_unwind(why.into_panic()),
         }
     }
 }

@@ -213,7 +213,7 @@ pub struct FilesystemEvent {
 #[serde(rename_all = "camelCase")]
 pub enum WatchDirResponse {
     Start(Empty),
-    Filesystem(FilesystemEvent),
+    Filesystem(Box<FilesystemEvent>),
     #[serde(alias = "keepAlive")]
     Keepalive(Empty),
 }
@@ -283,11 +283,11 @@ mod tests {
     #[test]
     fn stream_messages_are_a_oneof() {
         assert_eq!(serde_json::to_string(&WatchDirResponse::Start(Empty {})).unwrap(), r#"{"start":{}}"#);
-        let event = WatchDirResponse::Filesystem(FilesystemEvent {
+        let event = WatchDirResponse::Filesystem(Box::new(FilesystemEvent {
             name: "d/f".into(),
             event_type: EventType::Chmod,
             entry: None,
-        });
+        }));
         let text = serde_json::to_string(&event).unwrap();
         assert_eq!(text, r#"{"filesystem":{"name":"d/f","type":"EVENT_TYPE_CHMOD"}}"#);
         assert_eq!(serde_json::from_str::<WatchDirResponse>(&text).unwrap(), event);

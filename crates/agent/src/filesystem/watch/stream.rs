@@ -67,7 +67,7 @@ impl Streaming {
             let (events, broken) = self.watch.take();
             let mut frames = Vec::new();
             for event in events {
-                frames.extend_from_slice(&connect::message(&WatchDirResponse::Filesystem(event)));
+                frames.extend_from_slice(&connect::message(&WatchDirResponse::Filesystem(Box::new(event))));
             }
             if let Some(why) = broken {
                 frames.extend_from_slice(&self.end(protocol_error(why)));
