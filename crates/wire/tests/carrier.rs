@@ -1,6 +1,12 @@
 //! The carrier over real pipes: whatever is cut, no byte is lost, repeated, or leaked into another
 //! session.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    reason = "a test fails by panicking; its patterns are cut on purpose"
+)]
+
 use std::future::Future;
 use std::os::fd::OwnedFd;
 
@@ -214,7 +220,9 @@ async fn live(lens: Vec<usize>, pipe_bytes: usize, events: Vec<(Event, u16)>) {
 
 fn in_runtime(test: impl Future<Output = ()>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(test);
+    // Not about speed: a byte that is lost shows as a wait without end.
+    let guarded = async { tokio::time::timeout(std::time::Duration::from_secs(120), test).await };
+    runtime.block_on(guarded).expect("the carrier waits for bytes that never come");
 }
 
 proptest! {
