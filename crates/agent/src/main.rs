@@ -18,6 +18,7 @@ mod egress;
 mod files;
 mod filesystem;
 mod http;
+mod limits;
 mod metrics;
 mod process;
 mod procfs;

@@ -29,6 +29,8 @@ pub struct Setup {
     /// Makes standard input, a terminal, the session's controlling one.
     pub controlling_terminal: bool,
     pub umask: Option<u32>,
+    /// A control group's list of processes that the child writes itself into, before it changes its user.
+    pub cgroup_procs: Option<CString>,
     /// -1000 (never) to 1000 (first), for the kernel's choice when memory runs out. Best effort.
     pub oom_score_adj: Option<i16>,
 }
@@ -57,6 +59,9 @@ fn become_child(setup: &Setup, oom: Option<&str>) -> io::Result<()> {
         // Some kernels have no such file, and that changes nothing for the child.
         let _ = write_oom_score(score);
     }
+    if let Some(path) = &setup.cgroup_procs {
+        join(path)?;
+    }
     if let Some(identity) = &setup.identity {
         assume(identity)?;
     }
@@ -71,6 +76,22 @@ fn write_oom_score(score: &str) -> io::Result<()> {
     let file =
         rustix::fs::open(c"/proc/self/oom_score_adj", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
     rustix::io::write(&file, score.as_bytes())?;
+    Ok(())
+}
+
+/// Writes the child's own number, as not every kernel takes 0 for "me".
+fn join(path: &CString) -> io::Result<()> {
+    use rustix::fs::{Mode, OFlags};
+    let mut digits = [0_u8; 10];
+    let mut at = digits.len();
+    let mut number = rustix::process::getpid().as_raw_nonzero().get().unsigned_abs();
+    while number > 0 {
+        at -= 1;
+        digits[at] = b"0123456789"[(number % 10) as usize];
+        number /= 10;
+    }
+    let file = rustix::fs::open(path.as_c_str(), OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
+    rustix::io::write(&file, &digits[at..])?;
     Ok(())
 }
 
@@ -116,6 +137,21 @@ mod tests {
         let lines: Vec<&str> = output.lines().collect();
         assert_eq!(&lines[..2], ["0027", "/usr"]);
         assert_eq!(lines[2], lines[3], "the child leads its session");
+    }
+
+    #[test]
+    fn the_child_names_itself_to_its_group() {
+        let list = std::env::temp_dir().join(format!("cgroup-procs-{}", std::process::id()));
+        std::fs::write(&list, "").unwrap();
+        let path = CString::new(list.to_str().unwrap()).unwrap();
+        let mut command = Command::new("/bin/true");
+        prepare(&mut command, Setup { cgroup_procs: Some(path), ..Setup::default() });
+        let mut child = command.spawn().unwrap();
+        let pid = child.id();
+        child.wait().unwrap();
+        let written = std::fs::read_to_string(&list).unwrap();
+        std::fs::remove_file(&list).unwrap();
+        assert_eq!(written, pid.to_string());
     }
 
     #[test]

@@ -37,6 +37,9 @@ pub struct Wake {
     pub trusted_ca: Option<String>,
     /// Whether the egress proxies are offered (variables set for what is started).
     pub egress: bool,
+    /// How many processes may run inside at a time, the agent not counted; `None`: no limit of its own.
+    #[serde(default)]
+    pub processes_max: Option<u32>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -16,6 +16,7 @@ use http::StatusCode;
 
 use super::{Control, System, failed, hooks, identity, trust};
 use crate::context::{Ctx, Settings};
+use crate::limits;
 
 /// A wake's body: variables and certificates, mostly.
 const BODY_BYTES_MAX: usize = 2 << 20;
@@ -100,6 +101,9 @@ fn refresh_system(system: &System, wake: &Wake, entropy: &[u8; ENTROPY_BYTES]) -
         reseeded = identity::refresh_random(entropy, &mut notes);
         identity::set_clock(wake.wall_clock_ns, &mut notes);
         identity::set_kernel_hostname(&wake.hostname, &mut notes);
+        if let Some(Err(why)) = wake.processes_max.map(limits::set_processes_max) {
+            notes.push(format!("the number of processes cannot be limited from inside: {why}"));
+        }
     }
     if let Some(root) = system.root() {
         identity::write_files(&root, wake, &mut notes);
@@ -157,6 +161,7 @@ pub(super) mod tests {
             default_workdir: None,
             trusted_ca: None,
             egress: false,
+            processes_max: None,
         }
     }
 

@@ -23,6 +23,7 @@ use super::output::Kind;
 use super::reaper::{Reaper, Started};
 use crate::context::Settings;
 use crate::egress;
+use crate::limits;
 use crate::users::User;
 
 const PATH_DEFAULT: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -60,6 +61,7 @@ pub fn spawn(reaper: &Reaper, settings: &Settings, plan: &Plan) -> Result<Spawne
         session: true,
         controlling_terminal: plan.pty.is_some(),
         umask: Some(0o022),
+        cgroup_procs: limits::procs(),
         oom_score_adj: Some(OOM_SCORE_ADJ),
     };
     prepare(&mut command, setup);

@@ -1,5 +1,6 @@
 //! The caller's side: stands in for `sudo` on the path.
 
+use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::ExitCode;
@@ -26,8 +27,13 @@ const FORWARDED: [SignalKind; 8] = [
 ];
 
 /// Runs the command line of `sudo`; the exit code is the command's.
-pub async fn run(given: &[String]) -> ExitCode {
-    match call(given).await {
+pub async fn run(given: &[OsString]) -> ExitCode {
+    let words: Option<Vec<String>> = given.iter().map(|word| word.to_str().map(str::to_owned)).collect();
+    let called = match words {
+        Some(words) => call(&words).await,
+        None => Err("an argument is not UTF-8".to_owned()),
+    };
+    match called {
         Ok(code) => ExitCode::from(code),
         Err(message) => {
             eprintln!("sudo: {message}");

@@ -14,6 +14,7 @@ use rustix::process::Signal;
 use tokio::net::{UnixListener, UnixStream};
 
 use super::{Call, Forward, NAME, Reply, SOCKET, SOCKET_DIR};
+use crate::limits;
 use crate::process::{Exit, Reaper, Started};
 use crate::users::{self, User};
 
@@ -140,6 +141,7 @@ fn start_command(
         cwd: CString::new(cwd.as_os_str().as_bytes()).ok(),
         session: true,
         umask: Some(0o022),
+        cgroup_procs: limits::procs(),
         ..Setup::default()
     };
     prepare(&mut command, setup);

@@ -1,7 +1,6 @@
 //! Starting a runtime: boot or restore, verification beside it, then `Wake`. Fail closed: what was not
 //! woken under the right generation is stopped again and never served.
 
-use std::path::Path;
 use std::time::Duration;
 
 use base64::Engine as _;
@@ -41,12 +40,6 @@ pub enum NotLaunched {
 }
 
 impl NotLaunched {
-    pub fn error(&self) -> &NodeError {
-        match self {
-            Self::Refused(error) | Self::Ended(error) => error,
-        }
-    }
-
     pub fn report(self) -> Report {
         match self {
             Self::Refused(error) => Report::unchanged(error),
@@ -101,6 +94,7 @@ impl Launched {
 
 impl Job {
     pub(super) async fn boot(&self, birth: &Birth) -> Result<Launched, NotLaunched> {
+        let _gate = self.order.hub.gate.read().await;
         let info = &self.order.info;
         let spec = BootSpec {
             sandbox: info.id.clone(),
@@ -131,8 +125,9 @@ impl Job {
         birth: Option<&Birth>,
     ) -> Result<Launched, NotLaunched> {
         let _pin = self.order.hub.pin(&manifest.id);
+        let _gate = self.order.hub.gate.read().await;
         self.engine.can_restore(manifest).map_err(|error| NotLaunched::Refused(error.into()))?;
-        let spec = self.restore_spec(manifest, &self.order.hub.store.dir(&manifest.id), session);
+        let spec = self.restore_spec(manifest, session);
         let cancel = Cancel::default();
         let (restored, verified) =
             tokio::join!(self.engine.restore(spec), self.verify_until(manifest, &cancel));
@@ -164,34 +159,14 @@ impl Job {
         })
     }
 
-    /// From an unpublished folder of this very sandbox.
-    pub(super) async fn launch_from(
-        &self,
-        manifest: &Manifest,
-        dir: &Path,
-        session: Session,
-    ) -> Result<Launched, NotLaunched> {
-        let spec = self.restore_spec(manifest, dir, session);
-        let restored = self.engine.restore(spec).await.map_err(|error| NotLaunched::Ended(error.into()))?;
-        let woken = self.wake_or_stop(&self.wake(None, false)).await?;
-        Ok(Launched {
-            woken,
-            agent_digest: self.order.info.agent_digest.clone(),
-            session: restored.session,
-            from_pool: restored.from_pool,
-            restored: true,
-            new_identity: false,
-        })
-    }
-
-    fn restore_spec(&self, manifest: &Manifest, dir: &Path, session: Session) -> RestoreSpec {
+    fn restore_spec(&self, manifest: &Manifest, session: Session) -> RestoreSpec {
         let info = &self.order.info;
         RestoreSpec {
             sandbox: info.id.clone(),
             runtime: self.order.pending.runtime.clone(),
             generation: self.order.generation,
             rootfs: self.order.hub.rootfs(&manifest.rootfs),
-            snapshot_dir: dir.to_owned(),
+            snapshot_dir: self.order.hub.store.dir(&manifest.id),
             manifest: manifest.clone(),
             shape: info.shape,
             hostname: info.hostname.clone(),
@@ -256,6 +231,7 @@ impl Job {
             default_workdir: birth.and_then(|birth| birth.default_workdir.clone()),
             trusted_ca: self.order.hub.config.trusted_ca.clone(),
             egress: true,
+            processes_max: Some(info.shape.processes_max),
         }
     }
 
