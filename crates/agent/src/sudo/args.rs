@@ -52,8 +52,7 @@ fn short<'a>(
     letters: &str,
     rest: &mut impl Iterator<Item = &'a String>,
 ) -> Result<(), String> {
-    let mut chars = letters.char_indices();
-    while let Some((at, letter)) = chars.next() {
+    for (at, letter) in letters.char_indices() {
         let name = match letter {
             'u' => "user",
             'g' => "group",
