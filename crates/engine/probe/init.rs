@@ -1,12 +1,13 @@
 //! Answers one line per command line. A thread counts, so that going on can be told from beginning.
 
 use std::io::{BufRead, Write};
+use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 static COUNT: AtomicU64 = AtomicU64::new(0);
 
-pub fn run() {
+pub fn run() -> ExitCode {
     std::thread::spawn(|| {
         loop {
             COUNT.fetch_add(1, Ordering::Relaxed);
@@ -23,7 +24,7 @@ pub fn run() {
             "fill" => {
                 let mebibytes: usize = rest.parse().expect("a number of MiB");
                 memory =
-                    (0..mebibytes << 20).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+                    (0..mebibytes << 20).map(|at| at.wrapping_mul(2_654_435_761).to_le_bytes()[2]).collect();
                 say("filled");
             }
             "sum" => {
@@ -39,12 +40,19 @@ pub fn run() {
                 say(&std::fs::read_to_string(rest).map_or_else(|e| e.to_string(), |t| t.replace('\n', "|")))
             }
             // Writes numbered lines without end, from a thread.
-            "flood" => {
-                drop(std::thread::spawn(|| (0_u64..).for_each(|number| say(&format!("flood {number}")))))
-            }
-            "exit" => std::process::exit(rest.parse().expect("an exit code")),
+            "flood" => drop(std::thread::spawn(flood)),
+            "exit" => return ExitCode::from(rest.parse::<u8>().expect("an exit code")),
             other => say(&format!("? {other}")),
         }
+    }
+    ExitCode::SUCCESS
+}
+
+fn flood() {
+    let mut number = 0_u64;
+    loop {
+        say(&format!("flood {number}"));
+        number += 1;
     }
 }
 

@@ -6,6 +6,7 @@ use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
@@ -33,7 +34,7 @@ struct State {
 
 type Shared = Arc<(Mutex<State>, Condvar)>;
 
-pub fn run(arguments: &[String]) {
+pub fn run(arguments: &[String]) -> ExitCode {
     let value = |name: &str| {
         let at = arguments.iter().position(|argument| argument == name).expect("the argument is given");
         arguments[at + 1].clone()
@@ -52,10 +53,11 @@ pub fn run(arguments: &[String]) {
         }
     });
     for client in control.incoming() {
-        let shared = Arc::clone(&shared);
-        let sandbox = sandbox.clone();
-        std::thread::spawn(move || control_client(client.expect("a client"), &shared, &sandbox));
+        if control_client(client.expect("a client"), &shared, &sandbox) {
+            break;
+        }
     }
+    ExitCode::SUCCESS
 }
 
 /// Moves bytes while attached, never while not: the lock is held for each move.
@@ -111,11 +113,12 @@ fn serve(client: UnixStream, shared: &Shared) {
     }
 }
 
-fn control_client(mut client: UnixStream, shared: &Shared, sandbox: &SandboxId) {
+/// True: the keeper is to end.
+fn control_client(mut client: UnixStream, shared: &Shared, sandbox: &SandboxId) -> bool {
     let mut length = [0_u8; 4];
-    let Ok((got, mut fds)) = dormouse_sys::fds::recv_with_fds(&client, &mut length) else { return };
+    let Ok((got, mut fds)) = dormouse_sys::fds::recv_with_fds(&client, &mut length) else { return false };
     if got == 0 || client.read_exact(&mut length[got..]).is_err() {
-        return;
+        return false;
     }
     let mut body = vec![0_u8; u32::from_le_bytes(length) as usize];
     let (got, more) = dormouse_sys::fds::recv_with_fds(&client, &mut body).expect("a body");
@@ -130,9 +133,7 @@ fn control_client(mut client: UnixStream, shared: &Shared, sandbox: &SandboxId) 
         .write_all(&length.to_le_bytes())
         .and_then(|()| client.write_all(&body))
         .expect("the answer is read");
-    if shutdown {
-        std::process::exit(0);
-    }
+    shutdown
 }
 
 fn answer(request: Request, fds: Vec<OwnedFd>, shared: &Shared, sandbox: &SandboxId) -> Answer {

@@ -4,7 +4,7 @@
 mod init;
 mod keeper;
 
-fn main() {
+fn main() -> std::process::ExitCode {
     let arguments: Vec<String> = std::env::args().collect();
     match arguments.get(1).map(String::as_str) {
         Some("init") => init::run(),

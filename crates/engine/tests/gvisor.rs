@@ -272,7 +272,11 @@ async fn a_new_daemon_finds_its_sandboxes_and_sweeps_the_rest() {
     let (kept, lost) = (lab.boot().await, lab.boot().await);
     lab.engine.prewarm(WarmSpec { rootfs: lab.rootfs(), shape: SHAPE }, 1).await;
     let runs = lab.dir.path().join("gvisor/run");
-    while std::fs::read_dir(&runs).unwrap().count() < 3 {
+    let is_made = |run: &std::fs::DirEntry| {
+        let meta = std::fs::read_to_string(run.path().join("meta.json")).unwrap_or_default();
+        meta.contains("\"processes\":{")
+    };
+    while std::fs::read_dir(&runs).unwrap().flatten().filter(is_made).count() < 3 {
         tokio::task::yield_now().await;
     }
     lab.reopen().await;

@@ -95,12 +95,23 @@ impl Inner {
         Ok(pipes)
     }
 
+    /// A container for the pool: frozen, for it would use some 5 % of a processor to do nothing.
+    pub(super) async fn make_member(&self, spec: &WarmSpec, container: &Container) -> Result<Pipes, Failure> {
+        let pipes = self.make(spec, &self.agent.digest, container).await?;
+        let frozen = container.clone();
+        blocking(move || frozen.freeze()).await?;
+        Ok(pipes)
+    }
+
     /// From the pool, or made now. True: it was ready.
     async fn obtain(&self, spec: &WarmSpec) -> Result<(Member, Claim<'_>, bool), Failure> {
         while let Some((member, claim)) = self.pool.take(spec) {
             let container = member.container.clone();
-            let alive = blocking(move || Ok(container.sandbox().is_some())).await?;
-            if alive {
+            let alive = blocking(move || {
+                let alive = container.sandbox().is_some();
+                if alive { container.thaw().map(|()| true) } else { Ok(false) }
+            });
+            if alive.await? {
                 return Ok((member, claim, true));
             }
             let container = member.container;

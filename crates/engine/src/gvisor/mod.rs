@@ -22,6 +22,7 @@ use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use dormouse_snapshot::{Compat, Manifest};
@@ -43,6 +44,8 @@ use layout::Layout;
 use pool::{Member, Pool};
 
 const PLATFORM: &str = "systrap";
+/// What was just started gets the processors first, the pool afterwards.
+const REFILL_AFTER: Duration = Duration::from_millis(500);
 
 #[derive(Debug, Clone)]
 pub struct GvisorConfig {
@@ -140,18 +143,19 @@ impl Gvisor {
     }
 
     /// Fills the pool in the background, one member after the other.
-    fn fill(&self) {
+    fn fill(&self, after: Duration) {
         if !self.0.pool.start_filling() {
             return;
         }
         let engine = self.clone();
         tokio::spawn(async move {
+            tokio::time::sleep(after).await;
             let inner = &engine.0;
             let mut failed = false;
             while let Some(spec) = inner.pool.lacks() {
                 let container = inner.container(&RuntimeId::generate());
                 let claim = inner.pool.claim(&container.id);
-                match inner.make(&spec, &inner.agent.digest, &container).await {
+                match inner.make_member(&spec, &container).await {
                     Ok(pipes) => engine.drop_members(inner.pool.put(Member { spec, container, pipes })).await,
                     Err(error) => {
                         tracing::warn!(rootfs = %spec.rootfs.display(), %error, "no runtime could be prepared");
@@ -164,7 +168,7 @@ impl Gvisor {
             inner.pool.filled();
             if !failed {
                 // Somebody may have wanted more while the last look was taken.
-                engine.fill();
+                engine.fill(Duration::ZERO);
             }
         });
     }
@@ -327,7 +331,7 @@ impl Engine for Gvisor {
     async fn boot(&self, spec: BootSpec) -> Result<(), EngineError> {
         let sandbox = spec.sandbox.clone();
         let booted = self.0.boot(spec).await;
-        self.fill();
+        self.fill(REFILL_AFTER);
         Self::named(Operation::Boot, &sandbox, booted)
     }
 
@@ -344,7 +348,7 @@ impl Engine for Gvisor {
     async fn restore(&self, spec: RestoreSpec) -> Result<Restored, EngineError> {
         let sandbox = spec.sandbox.clone();
         let restored = self.0.restore(spec).await;
-        self.fill();
+        self.fill(REFILL_AFTER);
         Self::named(Operation::Restore, &sandbox, restored)
     }
 
@@ -457,13 +461,17 @@ impl Engine for Gvisor {
 
     async fn prewarm(&self, spec: WarmSpec, count: usize) {
         let dropped = self.0.pool.want(spec, count);
-        self.fill();
+        self.fill(Duration::ZERO);
         self.drop_members(dropped).await;
     }
 
     async fn shutdown(&self) {
         let members = self.0.pool.close();
         self.drop_members(members).await;
+        // The parent of all groups goes when nothing is in it.
+        for mount in self.0.hierarchies.all() {
+            let _ = std::fs::remove_dir(mount.join(self.0.layout.group_parent()));
+        }
     }
 }
 

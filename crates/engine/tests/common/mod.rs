@@ -1,6 +1,8 @@
 //! An engine in a folder of its own, sandboxes with the probe as their init process, and the proof
 //! that nothing of them is left.
 
+#![allow(clippy::unwrap_used, reason = "a test's helper fails as its test does")]
+
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
