@@ -91,7 +91,7 @@ pub fn parse_json<T: serde::de::DeserializeOwned>(body: &[u8]) -> Result<T, ApiE
     let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
         let path = error.path().to_string();
         let why = error.into_inner();
-        if path == "." || path.is_empty() {
+        if matches!(path.as_str(), "." | "?" | "") {
             ApiError::new(400, "invalid_request", format!("the request body is not what was expected: {why}"))
         } else {
             ApiError::invalid(&path, why)

@@ -10,6 +10,7 @@ mod build;
 mod config;
 mod create;
 mod error;
+mod freeze;
 mod gc;
 mod hub;
 mod idle;

@@ -316,11 +316,11 @@ async fn a_connection_goes_on_after_answers_of_every_kind() {
     let daemon = daemon().await;
     let mut stream = TcpStream::connect(daemon.address).await.expect("a connection");
     let key = &daemon.key;
-    let chunked = "transfer-encoding: chunked\r\ncontent-type: application/json\r\n\r\n5\r\n{\"nam\r\n9\r\ne\": \"two\"}\r\n0\r\n\r\n";
+    let chunked = "transfer-encoding: chunked\r\ncontent-type: application/json\r\n\r\n5\r\n{\"nam\r\na\r\ne\": \"two\"}\r\n0\r\n\r\n";
     for (request, status) in [
-        (format!("GET /health HTTP/1.1\r\nhost: x\r\n\r\n"), "204"),
+        ("GET /health HTTP/1.1\r\nhost: x\r\n\r\n".to_owned(), "204"),
         ("POST /v2/sandboxes HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody".to_owned(), "401"),
-        (format!("POST /dormouse/v1/keys HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\n{chunked}"), "400"),
+        (format!("POST /dormouse/v1/keys HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\n{chunked}"), "201"),
         ("POST /health HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody".to_owned(), "405"),
         (format!("GET /dormouse/v1/keys HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\n\r\n"), "200"),
     ] {

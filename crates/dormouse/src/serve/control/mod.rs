@@ -206,6 +206,8 @@ fn dormouse() -> Router<Arc<App>> {
         .route("/sandboxes/{id}/checkpoint", post(ours::checkpoint))
         .route("/sandboxes/{id}/fork", post(ours::fork))
         .route("/sandboxes/{id}/rollback", post(ours::rollback))
+        .route("/sandboxes/{id}/freeze", post(ours::freeze))
+        .route("/sandboxes/{id}/thaw", post(ours::thaw))
         .route("/sandboxes/{id}/idle", post(ours::idle))
         .route("/sandboxes/{id}/receipts", get(ours::receipts))
         .route("/sandboxes/{id}/lineage", get(ours::lineage))

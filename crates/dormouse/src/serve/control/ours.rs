@@ -92,6 +92,16 @@ pub async fn rollback(app: Shared, Id(id): Id, Json(asked): Json<Rollback>) -> O
     Ok(reply::json(200, &convert::receipt(&receipt)))
 }
 
+pub async fn freeze(app: Shared, Id(id): Id) -> Outcome {
+    app.node.freeze(&id).await?;
+    Ok(reply::empty(StatusCode::NO_CONTENT))
+}
+
+pub async fn thaw(app: Shared, Id(id): Id) -> Outcome {
+    app.node.thaw(&id).await?;
+    Ok(reply::empty(StatusCode::NO_CONTENT))
+}
+
 pub async fn idle(app: Shared, Id(id): Id, Json(asked): Json<IdlePolicy>) -> Outcome {
     app.node.set_idle(&id, sandboxes::idle(asked)).await?;
     Ok(reply::empty(StatusCode::NO_CONTENT))
