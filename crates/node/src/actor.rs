@@ -17,7 +17,8 @@ use crate::error::NodeError;
 use crate::hub::Hub;
 use crate::journal::PendingOp;
 use crate::lifecycle::{
-    Action, Caller, Ended, Event, EventKind, IdleTier, Machine, Outcome, Phase, Reply, Request, Rest, Work, step,
+    Action, Caller, Ended, Event, EventKind, IdleTier, Machine, Outcome, Phase, Reply, Request, Rest, Work,
+    step,
 };
 use crate::model::{IdlePolicy, Receipt, SandboxInfo, SnapshotInfo, SnapshotRequest, State};
 use crate::work::{self, Birth, Order, Report};
@@ -37,13 +38,32 @@ pub struct Answer {
 }
 
 enum Message {
-    Ask { request: Request, asked: Option<SnapshotRequest>, answer: oneshot::Sender<Answer> },
-    Idle { activity: u64, tier: IdleTier },
-    Patch { patch: Patch, answer: oneshot::Sender<Result<(), NodeError>> },
+    Ask {
+        request: Request,
+        asked: Option<SnapshotRequest>,
+        answer: oneshot::Sender<Answer>,
+    },
+    Idle {
+        activity: u64,
+        tier: IdleTier,
+    },
+    Patch {
+        patch: Patch,
+        answer: oneshot::Sender<Result<(), NodeError>>,
+    },
     /// The head is to be removed: another takes its place.
-    Rehead { from: SnapshotId, to: Option<SnapshotId> },
-    Ended { generation: Generation, what: Ended },
-    Finished { op: u64, report: Box<Report> },
+    Rehead {
+        from: SnapshotId,
+        to: Option<SnapshotId>,
+    },
+    Ended {
+        generation: Generation,
+        what: Ended,
+    },
+    Finished {
+        op: u64,
+        report: Box<Report>,
+    },
     Look,
 }
 
@@ -205,20 +225,37 @@ impl Unborn {
 }
 
 /// At boot: goes on with what `recover` found.
-pub fn adopt(hub: &Arc<Hub>, info: SandboxInfo, machine: Machine, pending: Option<PendingOp>, actions: Vec<Action>) {
+pub fn adopt(
+    hub: &Arc<Hub>,
+    info: SandboxInfo,
+    machine: Machine,
+    pending: Option<PendingOp>,
+    actions: Vec<Action>,
+) {
+    let mut info = info;
+    bring_in_line(&mut info, &machine);
     let (mut actor, handle) = build(hub, info, machine, None);
     actor.pending = pending;
     hub.add(handle);
     tokio::spawn(actor.run(actions));
 }
 
+/// The told facts follow the machine.
+fn bring_in_line(info: &mut SandboxInfo, machine: &Machine) {
+    info.state = machine.view();
+    info.generation = machine.generation;
+    info.parent.clone_from(&machine.head);
+    info.end_at = Timestamp::from_millisecond(machine.deadline_ms).unwrap_or(Timestamp::MAX);
+}
+
 impl Actor {
     async fn run(mut self, actions: Vec<Action>) {
         self.carry_out(actions, None).await;
         while !matches!(self.machine.phase, Phase::Gone) {
-            let until = self.machine.alarm_ms().map_or(u64::MAX, |at| {
-                u64::try_from(at.saturating_sub(self.hub.now_ms())).unwrap_or(0)
-            });
+            let until = self
+                .machine
+                .alarm_ms()
+                .map_or(u64::MAX, |at| u64::try_from(at.saturating_sub(self.hub.now_ms())).unwrap_or(0));
             let look = Duration::from_millis(until).min(Duration::from_secs(LOOK_SECONDS_MAX));
             let message = tokio::select! {
                 message = self.mailbox.recv() => message.unwrap_or(Message::Look),
@@ -239,7 +276,9 @@ impl Actor {
                 self.step(EventKind::Ask { caller, request }, None).await;
             }
             Message::Idle { activity, tier } => self.step(EventKind::Idle { activity, tier }, None).await,
-            Message::Ended { generation, what } => self.step(EventKind::Ended { generation, what }, None).await,
+            Message::Ended { generation, what } => {
+                self.step(EventKind::Ended { generation, what }, None).await
+            }
             Message::Finished { op, report } => {
                 if self.pending.as_ref().is_some_and(|pending| pending.op == op) {
                     let report = *report;
@@ -342,12 +381,8 @@ impl Actor {
         drop(waiting.answer.send(told));
     }
 
-    /// Brings the told facts in line with the machine.
     fn refresh(&mut self) {
-        self.info.state = self.machine.view();
-        self.info.generation = self.machine.generation;
-        self.info.parent.clone_from(&self.machine.head);
-        self.info.end_at = Timestamp::from_millisecond(self.machine.deadline_ms).unwrap_or(Timestamp::MAX);
+        bring_in_line(&mut self.info, &self.machine);
     }
 
     fn show(&mut self) {
@@ -371,14 +406,10 @@ impl Actor {
             work: work.clone(),
             runtime: RuntimeId::generate(),
             snapshot: SnapshotId::generate(),
-            captured: None,
-            notes: Vec::new(),
         };
-        let (from, asked) = match &self.machine.phase {
-            Phase::Busy(busy) => {
-                (busy.from.clone(), self.callers.get(&busy.caller).and_then(|waiting| waiting.asked.clone()))
-            }
-            Phase::At(_) | Phase::Gone => (None, None),
+        let asked = match &self.machine.phase {
+            Phase::Busy(busy) => self.callers.get(&busy.caller).and_then(|waiting| waiting.asked.clone()),
+            Phase::At(_) | Phase::Gone => None,
         };
         self.pending = Some(pending.clone());
         self.refresh();
@@ -395,7 +426,6 @@ impl Actor {
             info: self.info.clone(),
             pending,
             generation,
-            from,
             head: self.machine.head.clone(),
             carrier_broken: self.machine.carrier_broken,
             birth: self.birth.clone(),
@@ -490,7 +520,7 @@ impl Actor {
                 let message = snapshot.as_ref().map_or_else(String::new, |id| format!("snapshot {id}"));
                 self.hub.tell(Some(&self.info.id), kind, message);
             }
-            Outcome::Unchanged { error } | Outcome::Restarted { error } | Outcome::Lost { error, .. } => {
+            Outcome::Unchanged { error } | Outcome::Lost { error, .. } => {
                 self.hub.tell(Some(&self.info.id), failed, error.message.clone());
             }
         }

@@ -10,6 +10,7 @@ use dormouse_wire::control::{Quiesced, Stat, Wake, Woken};
 use dormouse_wire::keeper_client::{ConnectError, connect_agent};
 use dormouse_wire::stream::{CONTROL_PORT, ENVD_PORT};
 use http::{Method, Request, Response, header};
+use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper_util::rt::TokioIo;
@@ -36,7 +37,14 @@ pub struct Call<'a> {
     pub path: &'a str,
     pub token: Option<&'a str>,
     pub headers: &'a [(&'a str, String)],
-    pub body: Bytes,
+    pub body: Body,
+}
+
+pub type Body = BoxBody<Bytes, std::io::Error>;
+
+/// A body that is there whole.
+pub fn whole(bytes: impl Into<Bytes>) -> Body {
+    Full::new(bytes.into()).map_err(|never| match never {}).boxed()
 }
 
 /// Sends one request on a stream of its own; the answer's body is still to be read.
@@ -62,7 +70,7 @@ pub async fn send(dir: &Path, call: Call<'_>) -> Result<Response<Incoming>, Agen
     for (key, value) in call.headers {
         request = request.header(*key, value);
     }
-    let request = request.body(Full::new(call.body)).map_err(|error| broken(error.to_string()))?;
+    let request = request.body(call.body).map_err(|error| broken(error.to_string()))?;
     let response = sender.send_request(request).await.map_err(|error| broken(error.to_string()))?;
     if response.status().is_success() {
         return Ok(response);
@@ -87,7 +95,7 @@ async fn control<T: DeserializeOwned>(
     dir: &Path,
     method: Method,
     path: &str,
-    body: Bytes,
+    body: Body,
     timeout: Duration,
 ) -> Result<T, AgentError> {
     let headers = [("content-type", "application/json".to_owned())];
@@ -104,17 +112,17 @@ async fn control<T: DeserializeOwned>(
 }
 
 pub async fn quiesce(dir: &Path) -> Result<Quiesced, AgentError> {
-    control(dir, Method::POST, "/quiesce", Bytes::from_static(b"{}"), Duration::from_secs(20)).await
+    control(dir, Method::POST, "/quiesce", whole("{}"), Duration::from_secs(20)).await
 }
 
 pub async fn wake(dir: &Path, wake: &Wake, timeout: Duration) -> Result<Woken, AgentError> {
     let body = serde_json::to_vec(wake)
         .map_err(|error| AgentError::Broken { call: "/wake".to_owned(), why: error.to_string() })?;
-    control(dir, Method::POST, "/wake", Bytes::from(body), timeout).await
+    control(dir, Method::POST, "/wake", whole(body), timeout).await
 }
 
 pub async fn stat(dir: &Path) -> Result<Stat, AgentError> {
-    control(dir, Method::GET, "/stat", Bytes::new(), Duration::from_secs(5)).await
+    control(dir, Method::GET, "/stat", whole(Bytes::new()), Duration::from_secs(5)).await
 }
 
 /// A GET on envd, whole body.
@@ -125,7 +133,7 @@ pub async fn get(dir: &Path, path: &str, token: &str, timeout: Duration) -> Resu
         path,
         token: Some(token),
         headers: &[],
-        body: Bytes::new(),
+        body: whole(Bytes::new()),
     };
     let whole = async { read(send(dir, call).await?, path).await };
     match tokio::time::timeout(timeout, whole).await {

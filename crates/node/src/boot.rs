@@ -1,28 +1,25 @@
 //! Opening a node: lock, journal, what the engine still has, what was interrupted, what is left over.
 //!
-//! Order matters: the lock first; drafts whose engine had finished are put aside before the store
-//! sweeps unfinished folders; every sandbox is looked for before the engine sweeps what nobody owns.
+//! Order matters: the lock first; every sandbox is looked for before the engine sweeps what nobody owns.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use dormouse_engine::{Adopted, RuntimeState};
 use dormouse_image::Images;
-use dormouse_snapshot::{Manifest, Reason};
 use dormouse_store::{Store, Swept};
 use dormouse_types::{RuntimeId, SandboxId, SnapshotId};
 
 use crate::actor;
 use crate::config::NodeConfig;
-use crate::error::{NodeError, OpenError};
+use crate::error::OpenError;
 use crate::hub::Hub;
 use crate::journal::{Journal, Opened, PendingOp, SandboxRow};
 use crate::lifecycle::{Action, Busy, Found, Phase, Work, recover};
 use crate::retention;
-use crate::work;
 
 const LOCK: &str = "node.lock";
 
@@ -49,11 +46,13 @@ pub async fn open(config: NodeConfig) -> Result<Booted, OpenError> {
     let Opened { journal, kept_aside } = Journal::open(&dir)?;
     let mut notes = Vec::new();
     write_agent(&config)?;
-    let failed = |error: crate::journal::JournalError| OpenError::Journal { path: dir.clone(), why: error.to_string() };
+    let failed = |error: crate::journal::JournalError| OpenError::Journal {
+        path: dir.clone(),
+        why: error.to_string(),
+    };
     let rows = journal.sandboxes().await.map_err(failed)?;
     let last_event = journal.last_event().await.map_err(failed)?;
     let snapshots = dir.join("snapshots");
-    let aside = put_aside(&snapshots, &rows);
     let (store, swept) = Store::open(&snapshots)
         .map_err(|error| OpenError::Store { path: snapshots.clone(), why: chain(&error) })?;
     notes.extend(swept.iter().map(swept_note));
@@ -62,7 +61,6 @@ pub async fn open(config: NodeConfig) -> Result<Booted, OpenError> {
         .map_err(|error| OpenError::Images { path: images_dir.clone(), why: chain(&error) })?;
     notes.extend(swept.into_iter().map(|name| format!("removed the unfinished image {name}")));
     let hub = Arc::new(Hub::new(config, journal, store, images, last_event));
-    finish_drafts(&hub, aside, &rows, &mut notes).await;
     retention::reconcile(&hub)
         .await
         .map_err(|error| OpenError::Store { path: snapshots, why: error.to_string() })?;
@@ -111,10 +109,8 @@ fn take_lock(dir: &Path) -> Result<File, OpenError> {
         }
         Err(std::fs::TryLockError::Error(source)) => return Err(failed("lock", source)),
     }
-    let write = file
-        .set_len(0)
-        .and_then(|()| file.rewind())
-        .and_then(|()| writeln!(file, "{}", std::process::id()));
+    let write =
+        file.set_len(0).and_then(|()| file.rewind()).and_then(|()| writeln!(file, "{}", std::process::id()));
     write.map_err(|source| failed("write", source))?;
     Ok(file)
 }
@@ -138,64 +134,6 @@ fn write_agent(config: &NodeConfig) -> Result<(), OpenError> {
         std::fs::rename(&tmp, &path)
     };
     write().map_err(|source| OpenError::Io { action: "write the agent", path: path.clone(), source })
-}
-
-/// Drafts that the engine had finished: moved out of the store's sight until it is open.
-fn put_aside(snapshots: &Path, rows: &[SandboxRow]) -> Vec<(PendingOp, SandboxId, PathBuf)> {
-    let mut aside = Vec::new();
-    for row in rows {
-        let Some(op) = row.op.clone().filter(|op| op.captured.is_some()) else { continue };
-        let from = snapshots.join(op.snapshot.as_str());
-        // The name is no id, so that the store leaves it alone.
-        let to = snapshots.join(format!("{}.interrupted", op.snapshot));
-        let moved = to.is_dir() || (!from.join("manifest").exists() && std::fs::rename(&from, &to).is_ok());
-        if moved {
-            aside.push((op, row.info.id.clone(), to));
-        }
-    }
-    aside
-}
-
-async fn finish_drafts(
-    hub: &Arc<Hub>,
-    aside: Vec<(PendingOp, SandboxId, PathBuf)>,
-    rows: &[SandboxRow],
-    notes: &mut Vec<String>,
-) {
-    for (op, sandbox, dir) in aside {
-        let Some(row) = rows.iter().find(|row| row.info.id == sandbox) else { continue };
-        let finished = finish_draft(hub, row, &op, &dir).await;
-        if let Err(error) = std::fs::remove_dir_all(&dir) {
-            tracing::warn!(%error, "an interrupted snapshot's folder stays");
-        }
-        notes.push(match finished {
-            Ok(()) => format!("finished the snapshot {} of {sandbox} that the daemon's end had interrupted", op.snapshot),
-            Err(error) => format!("the interrupted snapshot {} of {sandbox} is lost: {error}", op.snapshot),
-        });
-    }
-}
-
-async fn finish_draft(hub: &Arc<Hub>, row: &SandboxRow, op: &PendingOp, dir: &Path) -> Result<(), NodeError> {
-    let reason = match &op.work {
-        Work::Pause { reason } | Work::Checkpoint { reason } => *reason,
-        _ => Reason::Internal,
-    };
-    let compat = hub.engine(row.info.engine)?.compat();
-    let manifest = work::manifest(hub, &row.info, op, reason, compat);
-    let manifest = Manifest { parent: row.machine.head.clone(), ..manifest };
-    let (store, id, dir) = (hub.store.clone(), op.snapshot.clone(), dir.to_owned());
-    let files = op.captured.clone().unwrap_or_default();
-    let publish = move || {
-        let mut draft = store.begin(&id).map_err(|error| error.to_string())?;
-        for (name, _) in &files {
-            std::fs::rename(dir.join(name), draft.path().join(name))
-                .map_err(|error| format!("its file {name}: {error}"))?;
-        }
-        let files: Vec<_> = files.iter().map(|(name, role)| (name.as_str(), PendingOp::role(role))).collect();
-        draft.publish(manifest, &files).map_err(|error| chain(&error))
-    };
-    let published = hub.blocking("the publication of a snapshot", publish).await?;
-    published.map(drop).map_err(NodeError::internal)
 }
 
 fn swept_note(swept: &Swept) -> String {
@@ -271,7 +209,12 @@ async fn look(
         Err(error) => {
             notes.push(format!("sandbox {}: {error}", info.id));
             let published = published(hub, op).await;
-            return Found { runtime: RuntimeState::Gone, keeper: false, started: RuntimeState::Gone, published };
+            return Found {
+                runtime: RuntimeState::Gone,
+                keeper: false,
+                started: RuntimeState::Gone,
+                published,
+            };
         }
     };
     let mut serving = gone.clone();

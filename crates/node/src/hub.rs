@@ -11,7 +11,7 @@ use dormouse_engine::Engine;
 use dormouse_image::Images;
 use dormouse_store::Store;
 use dormouse_types::{EngineKind, SandboxId, SnapshotId, Timestamp};
-use tokio::sync::{Semaphore, broadcast};
+use tokio::sync::{RwLock, Semaphore, broadcast};
 
 use crate::actor::Handle;
 use crate::config::NodeConfig;
@@ -29,8 +29,11 @@ pub struct Hub {
     pub images: Images,
     pub events: broadcast::Sender<Event>,
     pub counts: Counts,
-    /// Boots and restores that may run at once.
+    /// Creates that may run at once.
     pub starts: Semaphore,
+    pub builds: Semaphore,
+    /// Held in common by whatever starts a runtime, alone by the sweep of leftovers.
+    pub gate: RwLock<()>,
     /// Digest of the agent that new sandboxes get.
     pub agent_digest: String,
     last_event: AtomicU64,
@@ -82,6 +85,8 @@ impl Hub {
             events: broadcast::channel(EVENTS_BEHIND_MAX).0,
             counts: Counts::default(),
             starts,
+            builds: Semaphore::new(crate::build::BUILDS_AT_ONCE as usize),
+            gate: RwLock::new(()),
             agent_digest,
             last_event: AtomicU64::new(last_event),
             actors: Mutex::default(),
@@ -99,10 +104,14 @@ impl Hub {
 
     pub fn engine(&self, kind: EngineKind) -> Result<&Arc<dyn Engine>, NodeError> {
         self.config.engines.iter().find(|engine| engine.kind() == kind).ok_or_else(|| {
-            let have: Vec<String> = self.config.engines.iter().map(|engine| engine.kind().to_string()).collect();
+            let have: Vec<String> =
+                self.config.engines.iter().map(|engine| engine.kind().to_string()).collect();
             NodeError::invalid(
                 "engine",
-                format!("the engine {kind} cannot be had on this host (there is: {}); `dormouse doctor` says why", have.join(", ")),
+                format!(
+                    "the engine {kind} cannot be had on this host (there is: {}); `dormouse doctor` says why",
+                    have.join(", ")
+                ),
             )
         })
     }
@@ -119,7 +128,11 @@ impl Hub {
             kind: kind.to_owned(),
             message: message.into(),
         };
-        tracing::info!(sandbox = event.sandbox.as_ref().map(SandboxId::as_str), kind, message = event.message);
+        tracing::info!(
+            sandbox = event.sandbox.as_ref().map(SandboxId::as_str),
+            kind,
+            message = event.message
+        );
         self.journal.post_event(event.clone());
         // Nobody listening is no error.
         drop(self.events.send(event));
@@ -139,7 +152,8 @@ impl Hub {
         let mut actors = lock(&self.actors);
         let limits = &self.config.limits;
         if actors.len() >= limits.sandboxes_max {
-            let message = format!("this node's limit sandboxes_max = {} is reached; kill some", limits.sandboxes_max);
+            let message =
+                format!("this node's limit sandboxes_max = {} is reached; kill some", limits.sandboxes_max);
             return Err(NodeError::new(ErrorCode::QuotaExceeded, message));
         }
         if info.owner.is_some() {

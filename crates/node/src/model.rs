@@ -146,6 +146,8 @@ pub enum Purpose {
 pub enum PlanSource {
     Toml(String),
     Dockerfile(String),
+    /// Put together by a program.
+    Parsed(Box<dormouse_image::template::Template>),
 }
 
 #[derive(Debug, Clone)]

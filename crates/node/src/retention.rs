@@ -46,7 +46,10 @@ async fn needed(hub: &Hub, snapshot: &SnapshotId) -> Result<Option<String>, Node
         let info = actor.info();
         let asleep = matches!(
             info.state,
-            State::Paused { tier: Tier::Disk | Tier::Archive } | State::Resuming | State::Pausing | State::RollingBack
+            State::Paused { tier: Tier::Disk | Tier::Archive }
+                | State::Resuming
+                | State::Pausing
+                | State::RollingBack
         );
         if asleep && info.parent.as_ref() == Some(snapshot) {
             return Ok(Some(format!("sandbox {} is paused on it: resume or kill that first", info.id)));
@@ -104,7 +107,9 @@ pub async fn remove_known(hub: &Hub, row: &SnapshotRow) -> Result<Removed, NodeE
     let mut children: Vec<String> =
         hub.journal.children(row.id.clone()).await?.into_iter().map(String::from).collect();
     let sandboxes = hub.actors().into_iter().map(|actor| actor.info());
-    children.extend(sandboxes.filter(|info| info.parent.as_ref() == Some(&row.id)).map(|info| info.id.to_string()));
+    children.extend(
+        sandboxes.filter(|info| info.parent.as_ref() == Some(&row.id)).map(|info| info.id.to_string()),
+    );
     let freed_bytes = remove(hub, row).await?;
     Ok(Removed { id: row.id.to_string(), freed_bytes, children, kept: Vec::new() })
 }

@@ -40,7 +40,7 @@ impl Journal {
                     event.message
                 ],
             )?;
-            if event.seq % 256 == 0 {
+            if event.seq.is_multiple_of(256) {
                 connection.execute(
                     "DELETE FROM events WHERE seq <= ?1",
                     [signed(event.seq.saturating_sub(EVENTS_MAX))],
@@ -97,7 +97,12 @@ impl Journal {
         });
     }
 
-    pub async fn metrics(&self, sandbox: SandboxId, from_ms: i64, to_ms: i64) -> Result<Vec<Metric>, JournalError> {
+    pub async fn metrics(
+        &self,
+        sandbox: SandboxId,
+        from_ms: i64,
+        to_ms: i64,
+    ) -> Result<Vec<Metric>, JournalError> {
         self.call(move |connection| {
             let mut statement = connection.prepare(
                 "SELECT metric FROM metrics WHERE sandbox = ?1 AND at_ms BETWEEN ?2 AND ?3 ORDER BY at_ms LIMIT ?4",

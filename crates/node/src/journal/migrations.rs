@@ -9,9 +9,9 @@ use crate::error::OpenError;
 const MIGRATIONS: &[&str] = &[include_str!("migrations/0001_first.sql")];
 
 pub fn run(connection: &Connection, path: &Path) -> Result<(), OpenError> {
-    let failed = |error: rusqlite::Error| OpenError::Journal { path: path.to_owned(), why: error.to_string() };
-    let found: i64 =
-        connection.query_row("PRAGMA user_version", [], |row| row.get(0)).map_err(failed)?;
+    let failed =
+        |error: rusqlite::Error| OpenError::Journal { path: path.to_owned(), why: error.to_string() };
+    let found: i64 = connection.query_row("PRAGMA user_version", [], |row| row.get(0)).map_err(failed)?;
     let known = i64::try_from(MIGRATIONS.len()).unwrap_or(i64::MAX);
     if found > known {
         return Err(OpenError::Newer { path: path.to_owned(), found, known });

@@ -82,7 +82,8 @@ pub struct Opened {
 impl Journal {
     pub fn open(data_dir: &Path) -> Result<Opened, OpenError> {
         let path = data_dir.join(FILE);
-        let failed = |error: rusqlite::Error| OpenError::Journal { path: path.clone(), why: error.to_string() };
+        let failed =
+            |error: rusqlite::Error| OpenError::Journal { path: path.clone(), why: error.to_string() };
         let (connection, kept_aside) = match connect(&path) {
             Ok(connection) => (connection, None),
             Err(error) if is_damage(&error) => {
@@ -159,7 +160,10 @@ fn connect(path: &Path) -> rusqlite::Result<Connection> {
     if verdict == "ok" {
         return Ok(connection);
     }
-    Err(rusqlite::Error::SqliteFailure(rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_CORRUPT), Some(verdict)))
+    Err(rusqlite::Error::SqliteFailure(
+        rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_CORRUPT),
+        Some(verdict),
+    ))
 }
 
 fn is_damage(error: &rusqlite::Error) -> bool {
@@ -227,8 +231,9 @@ fn describe(error: &rusqlite::Error) -> JournalError {
 
 /// JSON in a column, as SQLite's own error when it cannot be read.
 fn json<T: serde::de::DeserializeOwned>(text: &str) -> rusqlite::Result<T> {
-    serde_json::from_str(text)
-        .map_err(|error| rusqlite::Error::FromSqlConversionFailure(0, rusqlite::types::Type::Text, Box::new(error)))
+    serde_json::from_str(text).map_err(|error| {
+        rusqlite::Error::FromSqlConversionFailure(0, rusqlite::types::Type::Text, Box::new(error))
+    })
 }
 
 fn to_json<T: serde::Serialize>(value: &T) -> rusqlite::Result<String> {

@@ -1,7 +1,5 @@
 //! Sandboxes, the operations on them, their receipts, and idempotency keys.
 
-use dormouse_engine::CapturedFile;
-use dormouse_snapshot::FileRole;
 use dormouse_types::{RuntimeId, SandboxId, SnapshotId, Timestamp};
 use rusqlite::{Connection, OptionalExtension, params};
 use serde::{Deserialize, Serialize};
@@ -31,33 +29,6 @@ pub struct PendingOp {
     pub runtime: RuntimeId,
     /// The snapshot that it takes.
     pub snapshot: SnapshotId,
-    /// Files that the engine has finished writing, with their roles.
-    pub captured: Option<Vec<(String, String)>>,
-    /// The engine's notes on them.
-    pub notes: Vec<String>,
-}
-
-impl PendingOp {
-    #[must_use]
-    pub fn files_of(captured: &[CapturedFile]) -> Vec<(String, String)> {
-        let role = |role: FileRole| match role {
-            FileRole::Memory => "memory",
-            FileRole::Devices => "devices",
-            FileRole::Disk => "disk",
-            FileRole::Config => "config",
-        };
-        captured.iter().map(|file| (file.name.clone(), role(file.role).to_owned())).collect()
-    }
-
-    #[must_use]
-    pub fn role(name: &str) -> FileRole {
-        match name {
-            "devices" => FileRole::Devices,
-            "disk" => FileRole::Disk,
-            "config" => FileRole::Config,
-            _ => FileRole::Memory,
-        }
-    }
 }
 
 /// What an idempotency key was answered with.
@@ -77,7 +48,12 @@ pub fn put(connection: &Connection, info: &SandboxInfo, machine: &Machine) -> ru
     Ok(())
 }
 
-fn put_op(connection: &Connection, sandbox: &SandboxId, op: &PendingOp, now: Timestamp) -> rusqlite::Result<()> {
+fn put_op(
+    connection: &Connection,
+    sandbox: &SandboxId,
+    op: &PendingOp,
+    now: Timestamp,
+) -> rusqlite::Result<()> {
     connection.execute(
         "INSERT OR REPLACE INTO operations (sandbox, op, started_ms) VALUES (?1, ?2, ?3)",
         params![sandbox.as_str(), to_json(op)?, now.as_millisecond()],
@@ -104,10 +80,6 @@ impl Journal {
             put_op(connection, &info.id, &op, now)
         })
         .await
-    }
-
-    pub async fn update_op(&self, sandbox: SandboxId, op: PendingOp, now: Timestamp) -> Result<(), JournalError> {
-        self.call(move |connection| put_op(connection, &sandbox, &op, now)).await
     }
 
     /// The state reached and, where work ended, the end of its operation, in one commit.
@@ -178,8 +150,7 @@ impl Journal {
         self.call(move |connection| {
             let mut statement =
                 connection.prepare("SELECT receipt FROM receipts WHERE sandbox = ?1 ORDER BY seq")?;
-            let rows = statement
-                .query_map([sandbox.as_str()], |row| json(&row.get::<_, String>(0)?))?;
+            let rows = statement.query_map([sandbox.as_str()], |row| json(&row.get::<_, String>(0)?))?;
             rows.collect()
         })
         .await

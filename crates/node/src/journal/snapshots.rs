@@ -17,9 +17,12 @@ pub struct SnapshotRow {
     pub names: Vec<String>,
 }
 
-fn id<T: std::str::FromStr<Err: std::error::Error + Send + Sync + 'static>>(text: &str) -> rusqlite::Result<T> {
-    text.parse()
-        .map_err(|error| rusqlite::Error::FromSqlConversionFailure(0, rusqlite::types::Type::Text, Box::new(error)))
+fn id<T: std::str::FromStr<Err: std::error::Error + Send + Sync + 'static>>(
+    text: &str,
+) -> rusqlite::Result<T> {
+    text.parse().map_err(|error| {
+        rusqlite::Error::FromSqlConversionFailure(0, rusqlite::types::Type::Text, Box::new(error))
+    })
 }
 
 fn row(row: &Row<'_>) -> rusqlite::Result<SnapshotRow> {
@@ -134,7 +137,8 @@ impl Journal {
 
     pub async fn children(&self, snapshot: SnapshotId) -> Result<Vec<SnapshotId>, JournalError> {
         self.call(move |connection| {
-            let mut statement = connection.prepare("SELECT id FROM snapshots WHERE parent = ?1 ORDER BY id")?;
+            let mut statement =
+                connection.prepare("SELECT id FROM snapshots WHERE parent = ?1 ORDER BY id")?;
             statement.query_map([snapshot.as_str()], |row| id(&row.get::<_, String>(0)?))?.collect()
         })
         .await

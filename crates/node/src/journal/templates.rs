@@ -12,19 +12,18 @@ const CACHE_MAX: i64 = 500;
 #[derive(Debug, Clone)]
 pub struct TemplateRow {
     pub info: TemplateInfo,
-    pub owner: Option<KeyId>,
 }
 
 fn read(connection: &Connection, id: &str) -> rusqlite::Result<Option<TemplateRow>> {
-    let found: Option<(String, Option<String>)> = connection
-        .query_row("SELECT info, owner FROM templates WHERE id = ?1", [id], |row| Ok((row.get(0)?, row.get(1)?)))
+    let found: Option<String> = connection
+        .query_row("SELECT info FROM templates WHERE id = ?1", [id], |row| row.get(0))
         .optional()?;
-    let Some((info, owner)) = found else { return Ok(None) };
+    let Some(info) = found else { return Ok(None) };
     let mut info: TemplateInfo = json(&info)?;
     let mut statement =
         connection.prepare("SELECT name FROM aliases WHERE template = ?1 ORDER BY created_ms, name")?;
     info.aliases = statement.query_map([id], |row| row.get(0))?.collect::<rusqlite::Result<_>>()?;
-    Ok(Some(TemplateRow { info, owner: owner.and_then(|owner| owner.parse().ok()) }))
+    Ok(Some(TemplateRow { info }))
 }
 
 impl Journal {
@@ -61,7 +60,8 @@ impl Journal {
     /// Newest first.
     pub async fn templates(&self) -> Result<Vec<TemplateRow>, JournalError> {
         self.call(|connection| {
-            let mut statement = connection.prepare("SELECT id FROM templates ORDER BY created_ms DESC, id")?;
+            let mut statement =
+                connection.prepare("SELECT id FROM templates ORDER BY created_ms DESC, id")?;
             let ids = statement
                 .query_map([], |row| row.get::<_, String>(0))?
                 .collect::<rusqlite::Result<Vec<_>>>()?;
@@ -78,8 +78,10 @@ impl Journal {
     }
 
     pub async fn drop_alias(&self, name: String) -> Result<bool, JournalError> {
-        self.call(move |connection| Ok(connection.execute("DELETE FROM aliases WHERE name = ?1", [name])? > 0))
-            .await
+        self.call(
+            move |connection| Ok(connection.execute("DELETE FROM aliases WHERE name = ?1", [name])? > 0),
+        )
+        .await
     }
 
     pub async fn put_alias(&self, name: String, id: TemplateId, now: Timestamp) -> Result<(), JournalError> {
@@ -102,7 +104,12 @@ impl Journal {
         .await
     }
 
-    pub async fn cache_build(&self, digest: String, rootfs: String, now: Timestamp) -> Result<(), JournalError> {
+    pub async fn cache_build(
+        &self,
+        digest: String,
+        rootfs: String,
+        now: Timestamp,
+    ) -> Result<(), JournalError> {
         self.call(move |connection| {
             connection.execute(
                 "INSERT OR REPLACE INTO build_cache (digest, rootfs, created_ms) VALUES (?1, ?2, ?3)",
@@ -114,6 +121,14 @@ impl Journal {
                 [CACHE_MAX],
             )?;
             Ok(())
+        })
+        .await
+    }
+
+    pub async fn is_cached_rootfs(&self, rootfs: String) -> Result<bool, JournalError> {
+        self.call(move |connection| {
+            let sql = "SELECT EXISTS (SELECT 1 FROM build_cache WHERE rootfs = ?1)";
+            connection.query_row(sql, [rootfs], |row| row.get(0))
         })
         .await
     }

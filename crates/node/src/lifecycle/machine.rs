@@ -135,11 +135,23 @@ pub struct Event {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum EventKind {
-    Ask { caller: Caller, request: Request },
-    Finished { op: u64, outcome: Outcome },
-    Ended { generation: Generation, what: Ended },
+    Ask {
+        caller: Caller,
+        request: Request,
+    },
+    Finished {
+        op: u64,
+        outcome: Outcome,
+    },
+    Ended {
+        generation: Generation,
+        what: Ended,
+    },
     /// Idle since `activity` was what it is here.
-    Idle { activity: u64, tier: IdleTier },
+    Idle {
+        activity: u64,
+        tier: IdleTier,
+    },
     /// Time has passed.
     Tick,
 }
@@ -163,8 +175,6 @@ pub enum Outcome {
     Done { snapshot: Option<SnapshotId> },
     /// All is as before the work began.
     Unchanged { error: NodeError },
-    /// It had been stopped and was started again as it was, under the generation drawn for this work.
-    Restarted { error: NodeError },
     /// No runtime is left. `snapshot`: published before it went.
     Lost { error: NodeError, snapshot: Option<SnapshotId> },
 }
@@ -172,14 +182,23 @@ pub enum Outcome {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Action {
     /// Write down the intention, then carry it out and tell [`EventKind::Finished`]. Always tells.
-    Begin { op: u64, work: Work, generation: Generation },
+    Begin {
+        op: u64,
+        work: Work,
+        generation: Generation,
+    },
     /// Write down the machine. Before any reply that follows.
     Commit,
     /// The same, but nothing waits for it: the engine can be asked instead after a crash.
     CommitLater,
-    Reply { caller: Caller, reply: Reply },
+    Reply {
+        caller: Caller,
+        reply: Reply,
+    },
     /// Tell [`EventKind::Ended`] when the serving runtime or its keeper ends.
-    Watch { generation: Generation },
+    Watch {
+        generation: Generation,
+    },
     /// Remove what a runtime that ended by itself left.
     CleanUp,
     /// Nothing is left of the sandbox: forget it.
@@ -191,7 +210,9 @@ pub enum Reply {
     /// The work that this caller asked for is done; the actor adds its receipt and snapshot.
     Done,
     /// It is paused; this snapshot is its state.
-    Already { snapshot: SnapshotId },
+    Already {
+        snapshot: SnapshotId,
+    },
     /// It ran already; its deadline was extended.
     Connected,
     Ready,
@@ -297,14 +318,8 @@ mod reason {
     use dormouse_snapshot::Reason;
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    const ALL: [Reason; 6] = [
-        Reason::Pause,
-        Reason::Checkpoint,
-        Reason::Fork,
-        Reason::Template,
-        Reason::Policy,
-        Reason::Internal,
-    ];
+    const ALL: [Reason; 6] =
+        [Reason::Pause, Reason::Checkpoint, Reason::Fork, Reason::Template, Reason::Policy, Reason::Internal];
 
     pub fn serialize<S: Serializer>(reason: &Reason, to: S) -> Result<S::Ok, S::Error> {
         to.serialize_str(reason.as_str())

@@ -49,8 +49,8 @@ mod step;
 mod tests;
 
 pub use machine::{
-    Action, Busy, Caller, Ended, Event, EventKind, IdleTier, Machine, NOBODY, Outcome, Phase, QUEUE_MAX, RETRY_MS,
-    Reply, Request, Rest, Work,
+    Action, Busy, Caller, Ended, Event, EventKind, IdleTier, Machine, NOBODY, Outcome, Phase, QUEUE_MAX,
+    RETRY_MS, Reply, Request, Rest, Work,
 };
 pub use recover::{Found, recover};
 pub use step::step;

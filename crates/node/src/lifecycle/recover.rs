@@ -30,7 +30,8 @@ pub fn recover(mut machine: Machine, found: &Found, now_ms: i64) -> (Machine, Ve
     }
     if run.machine.kill {
         // Redone whole: to destroy is idempotent.
-        run.machine.phase = Phase::At(Rest::Failed { why: "the daemon ended while it was killed".to_owned() });
+        run.machine.phase =
+            Phase::At(Rest::Failed { why: "the daemon ended while it was killed".to_owned() });
     }
     if run.machine.phase == Phase::At(Rest::Running) || run.machine.phase == Phase::At(Rest::Frozen) {
         run.actions.push(Action::Watch { generation: run.machine.generation });
@@ -56,7 +57,8 @@ impl Run {
             Some(rest) => {
                 self.machine.phase = Phase::At(rest);
                 if !found.keeper {
-                    self.machine.ended = Some(Ended::Keeper { why: "it was gone when the daemon started".to_owned() });
+                    self.machine.ended =
+                        Some(Ended::Keeper { why: "it was gone when the daemon started".to_owned() });
                 }
             }
             None => self.machine.phase = Phase::At(Rest::Failed { why: why.to_owned() }),
@@ -83,7 +85,10 @@ impl Run {
                 self.machine.phase = Phase::At(Rest::Paused);
             }
             (Work::Pause { .. }, _) => {
-                self.found_live(found, "the daemon ended while it was paused, and the snapshot is not complete");
+                self.found_live(
+                    found,
+                    "the daemon ended while it was paused, and the snapshot is not complete",
+                );
             }
             (Work::Resume, _) | (Work::RollBack { .. }, Some(Rest::Paused)) => self.found_paused(),
             (Work::RollBack { .. }, Some(Rest::Failed { why })) => {

@@ -4,8 +4,8 @@ use dormouse_snapshot::Reason;
 use dormouse_types::SnapshotId;
 
 use super::machine::{
-    Action, Busy, Caller, Ended, Event, EventKind, IdleTier, Machine, NOBODY, Outcome, Phase, QUEUE_MAX, RETRY_MS,
-    Reply, Request, Rest, Work,
+    Action, Busy, Caller, Ended, Event, EventKind, IdleTier, Machine, NOBODY, Outcome, Phase, QUEUE_MAX,
+    RETRY_MS, Reply, Request, Rest, Work,
 };
 use crate::error::{ErrorCode, NodeError};
 use crate::model::OnTimeout;
@@ -62,7 +62,7 @@ impl Run {
             Phase::At(rest) => Some(rest.clone()),
             Phase::Busy(_) | Phase::Gone => None,
         };
-        if !matches!(work, Work::Freeze | Work::Thaw | Work::Checkpoint { .. } | Work::Destroy) {
+        if matches!(work, Work::Create | Work::Resume | Work::RollBack { .. } | Work::ReplaceKeeper) {
             self.machine.issued = self.machine.issued.next();
         }
         self.machine.last_op += 1;
@@ -113,7 +113,12 @@ impl Run {
             Phase::At(rest) => rest.is_live(),
             Phase::Busy(busy) => matches!(
                 busy.work,
-                Work::Create | Work::Freeze | Work::Thaw | Work::Checkpoint { .. } | Work::Resume | Work::ReplaceKeeper
+                Work::Create
+                    | Work::Freeze
+                    | Work::Thaw
+                    | Work::Checkpoint { .. }
+                    | Work::Resume
+                    | Work::ReplaceKeeper
             ),
             Phase::Gone => false,
         }
@@ -201,7 +206,9 @@ impl Run {
             Request::Pause { reason } => self.begin(Work::Pause { reason }, caller),
             Request::Checkpoint { reason } => self.begin(Work::Checkpoint { reason }, caller),
             Request::RollBack { target } => self.begin(Work::RollBack { target }, caller),
-            Request::Resume { .. } => self.refuse(caller, NodeError::conflict("the sandbox is already running")),
+            Request::Resume { .. } => {
+                self.refuse(caller, NodeError::conflict("the sandbox is already running"))
+            }
             Request::Connect { timeout_ms } => self.connected(caller, timeout_ms),
             Request::Wake { .. } => self.reply(caller, Reply::Ready),
             Request::Kill | Request::SetTimeout { .. } => {}
@@ -229,7 +236,9 @@ impl Run {
 
     fn paused(&mut self, caller: Caller, request: Request) {
         match request {
-            Request::Pause { .. } => self.refuse(caller, NodeError::conflict("the sandbox is already paused")),
+            Request::Pause { .. } => {
+                self.refuse(caller, NodeError::conflict("the sandbox is already paused"))
+            }
             Request::Checkpoint { .. } => match self.machine.head.clone() {
                 Some(snapshot) => self.reply(caller, Reply::Already { snapshot }),
                 None => self.refuse(caller, NodeError::internal("a paused sandbox has no snapshot")),
@@ -273,10 +282,6 @@ impl Run {
         match outcome {
             Outcome::Done { snapshot } => self.done(&work, caller, snapshot),
             Outcome::Unchanged { error } => self.unchanged(&work, caller, from, error),
-            Outcome::Restarted { error } => {
-                self.started();
-                self.after_failure(&work, caller, error);
-            }
             Outcome::Lost { error, snapshot } => self.lost(&work, caller, from, error, snapshot),
         }
     }

@@ -1,22 +1,21 @@
-//! Taking a snapshot: quiesce → checkpoint into a draft → publish → write down.
+//! Taking a snapshot: quiesce → checkpoint into a draft → publish → (stop) → write down.
 //!
-//! Where the runtime was stopped and the snapshot cannot be published, the sandbox is started again
-//! from what was written: a failed pause leaves a running sandbox.
+//! Where the runtime is to end, it is held, frozen as the image has it, until the snapshot exists: a
+//! pause that fails or is interrupted anywhere before that leaves the sandbox to be thawed.
 
-use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::Duration;
 
 use dormouse_engine::{After, EngineError, Failure};
 use dormouse_snapshot::{Compat, FileRole, Manifest, Reason};
 use dormouse_store::{BeginError, Draft, PublishError};
-use dormouse_wire::keeper::Session;
+use dormouse_types::RuntimeId;
 
 use super::{Job, Report};
 use crate::agent;
 use crate::error::{ErrorCode, NodeError};
-use crate::journal::{PendingOp, SnapshotRow};
-use crate::lifecycle::Outcome;
-use crate::model::SandboxInfo;
+use crate::journal::SnapshotRow;
+use crate::model::SnapshotRequest;
 
 /// A snapshot that exists.
 pub struct Taken {
@@ -31,107 +30,94 @@ pub enum NotTaken {
     Unchanged(NodeError),
     /// The runtime ended.
     Lost(NodeError),
-    /// The runtime was stopped; its state is in the draft, which cannot be published.
-    Stopped { error: NodeError, draft: Box<Draft>, manifest: Box<Manifest> },
+}
+
+impl NotTaken {
+    pub fn report(self) -> Report {
+        match self {
+            Self::Unchanged(error) => Report::unchanged(error),
+            Self::Lost(error) => Report::lost(error),
+        }
+    }
 }
 
 impl Job {
-    /// `Work::Checkpoint`, `Work::Pause`, `Work::ReplaceKeeper`.
+    /// `After::KeepRunning` or, with the runtime gone afterwards, `After::Stop`.
     pub(super) async fn capture(&self, reason: Reason, after: After) -> Result<Taken, NotTaken> {
         let runtime = self.runtime().map_err(NotTaken::Unchanged)?;
-        self.check_room().await.map_err(NotTaken::Unchanged)?;
+        self.check_room(&runtime).await.map_err(NotTaken::Unchanged)?;
         let dir = self.engine.keeper_dir(&self.order.info.id);
         let mut notes = Vec::new();
+        // Without a keeper nobody can be asked.
         if reason != Reason::Internal {
             match agent::quiesce(&dir).await {
                 Ok(quiesced) => notes.extend(quiesced.notes),
                 Err(error) => notes.push(format!("the file systems were not synced first: {error}")),
             }
         }
-        let mut draft = self.begin_draft().await.map_err(NotTaken::Unchanged)?;
-        let taken = self.engine.checkpoint(&self.order.info.id, &runtime, draft.path(), after).await;
-        if after == After::KeepRunning || taken.is_err() {
+        let taken = self.take(reason, after, &runtime, notes).await;
+        if after == After::KeepRunning || matches!(taken, Err(NotTaken::Unchanged(_))) {
             self.go_on(&dir).await;
         }
-        let captured = taken.map_err(|error| not_taken(error))?;
-        notes.extend(captured.notes);
-        let mut pending = self.order.pending.clone();
-        pending.captured = Some(PendingOp::files_of(&captured.files));
-        pending.notes.clone_from(&notes);
-        let written = self.order.hub.journal.update_op(self.order.info.id.clone(), pending, self.order.hub.now()).await;
-        if let Err(error) = written {
-            tracing::warn!(sandbox = %self.order.info.id, %error, "the end of a checkpoint was not written down");
-        }
-        let files: Vec<(String, FileRole)> =
-            captured.files.into_iter().map(|file| (file.name, file.role)).collect();
-        let manifest = manifest(&self.order.hub, &self.order.info, &self.order.pending, reason, self.engine.compat());
-        let asked = self.order.asked.clone().unwrap_or_default();
-        let expires_at_ms = match asked.ttl_s {
-            None => manifest.expires_at_ms,
-            Some(0) => None,
-            Some(ttl_s) => Some(manifest.created_at_ms.saturating_add(i64::try_from(ttl_s).unwrap_or(i64::MAX).saturating_mul(1000))),
+        taken
+    }
+
+    async fn take(
+        &self,
+        reason: Reason,
+        after: After,
+        runtime: &RuntimeId,
+        notes: Vec<String>,
+    ) -> Result<Taken, NotTaken> {
+        let id = &self.order.info.id;
+        let draft = self.begin_draft().await.map_err(NotTaken::Unchanged)?;
+        let held = if after == After::Stop { After::Hold } else { after };
+        let captured = self.engine.checkpoint(id, runtime, draft.path(), held).await.map_err(not_taken)?;
+        let files = captured.files.into_iter().map(|file| (file.name, file.role)).collect();
+        let published = self.publish(draft, files, self.manifest(reason)).await;
+        let ended = match &published {
+            Ok(_) if held == After::Hold => self.engine.stop(id, runtime).await.map_err(NodeError::from),
+            _ => Ok(()),
         };
-        let manifest = Manifest {
-            parent: self.order.head.clone(),
-            expires_at_ms,
-            names: asked.name.into_iter().collect(),
-            labels: asked.labels,
-            ..manifest
-        };
-        let unpublished = manifest.clone();
-        let result = self
-            .order
-            .hub
-            .blocking("the publication of a snapshot", move || {
-                let names: Vec<(&str, FileRole)> =
-                    files.iter().map(|(name, role)| (name.as_str(), *role)).collect();
-                let published = draft.publish(manifest, &names);
-                (published, draft)
-            })
-            .await;
-        let (published, draft) = result.map_err(NotTaken::Lost)?;
-        match published {
-            Ok(manifest) => {
-                write_down(self, &manifest).await;
-                Ok(Taken { manifest, stopped: captured.stopped, notes })
+        match (published, ended) {
+            (Ok(manifest), Ok(())) => {
+                self.write_down(&manifest).await;
+                Ok(Taken { manifest, stopped: captured.stopped, notes: [notes, captured.notes].concat() })
             }
-            Err(error) if after == After::KeepRunning => Err(NotTaken::Unchanged(publish_error(&error))),
-            Err(error) => Err(NotTaken::Stopped {
-                error: publish_error(&error),
-                draft: Box::new(draft),
-                manifest: Box::new(unpublished),
-            }),
+            (Err(error), _) | (Ok(_), Err(error)) if held == After::Hold => {
+                Err(match self.engine.thaw(id, runtime).await {
+                    Ok(()) => NotTaken::Unchanged(error),
+                    Err(thaw) => NotTaken::Lost(NodeError::new(
+                        error.code.clone(),
+                        format!("{error}; and it cannot be let go on: {thaw}"),
+                    )),
+                })
+            }
+            (Err(error), _) | (Ok(_), Err(error)) => Err(NotTaken::Unchanged(error)),
         }
     }
 
-    /// What is true after a snapshot was not taken; starts the sandbox again where it was stopped.
-    pub(super) async fn not_captured(&self, failed: NotTaken) -> Report {
-        match failed {
-            NotTaken::Unchanged(error) => Report::unchanged(error),
-            NotTaken::Lost(error) => Report::lost(error),
-            NotTaken::Stopped { error, draft, manifest } => {
-                let launched = self.launch_from(&manifest, draft.path(), Session::Continue).await;
-                drop(draft);
-                match launched {
-                    Ok(launched) => {
-                        let mut report = self.started("pause_undone", None, launched);
-                        report.outcome = Outcome::Restarted { error };
-                        report
-                    }
-                    Err(failed) => {
-                        let message = format!("{error}; and it cannot be started again: {}", failed.error());
-                        let info = Some(SandboxInfo { runtime: None, ..self.order.info.clone() });
-                        Report { info, ..Report::lost(NodeError::new(error.code, message)) }
-                    }
-                }
-            }
-        }
+    async fn publish(
+        &self,
+        mut draft: Draft,
+        files: Vec<(String, FileRole)>,
+        manifest: Manifest,
+    ) -> Result<Manifest, NodeError> {
+        let work = move || {
+            let names: Vec<(&str, FileRole)> =
+                files.iter().map(|(name, role)| (name.as_str(), *role)).collect();
+            draft.publish(manifest, &names)
+        };
+        let published = self.order.hub.blocking("the publication of a snapshot", work).await?;
+        published.map_err(|error: PublishError| {
+            let code = if error.is_no_space() { ErrorCode::NoSpace } else { ErrorCode::Internal };
+            NodeError::new(code, format!("the snapshot cannot be published: {error}"))
+        })
     }
 
     /// Refuses before anything is touched when the state would not fit on the disk.
-    async fn check_room(&self) -> Result<(), NodeError> {
-        let runtime = self.runtime()?;
-        let usage = self.engine.usage(&self.order.info.id, &runtime).await.unwrap_or_default();
+    async fn check_room(&self, runtime: &RuntimeId) -> Result<(), NodeError> {
+        let usage = self.engine.usage(&self.order.info.id, runtime).await.unwrap_or_default();
         let needed = usage.memory_bytes + usage.disk_bytes + self.order.hub.config.limits.disk_free_bytes_min;
         let store = self.order.hub.store.clone();
         let space = self.order.hub.blocking("the look at the disk", move || store.space()).await?;
@@ -152,17 +138,14 @@ impl Job {
     async fn begin_draft(&self) -> Result<Draft, NodeError> {
         let (store, id) = (self.order.hub.store.clone(), self.order.pending.snapshot.clone());
         let names = self.engine.checkpoint_files();
-        let draft = self
-            .order
-            .hub
-            .blocking("the start of a snapshot", move || {
-                let mut draft = store.begin(&id)?;
-                for name in names {
-                    draft.digest_while_written(name);
-                }
-                Ok(draft)
-            })
-            .await?;
+        let begin = move || {
+            let mut draft = store.begin(&id)?;
+            for name in names {
+                draft.digest_while_written(name);
+            }
+            Ok(draft)
+        };
+        let draft = self.order.hub.blocking("the start of a snapshot", begin).await?;
         draft.map_err(|error: BeginError| {
             let code = match error {
                 BeginError::NoSpace { .. } => ErrorCode::NoSpace,
@@ -173,10 +156,66 @@ impl Job {
     }
 
     /// Ends what the quiesce began, where the same runtime goes on.
-    async fn go_on(&self, dir: &std::path::Path) {
+    async fn go_on(&self, dir: &Path) {
         let wake = self.wake_as_before();
         if let Err(error) = agent::wake(dir, &wake, Duration::from_secs(20)).await {
             tracing::warn!(sandbox = %self.order.info.id, %error, "the agent was not told to go on");
+        }
+    }
+
+    /// Its files are the store's to fill in.
+    fn manifest(&self, reason: Reason) -> Manifest {
+        let (info, hub) = (&self.order.info, &self.order.hub);
+        let SnapshotRequest { name, labels, ttl_s } = self.order.asked.clone().unwrap_or_default();
+        let created_at_ms = hub.now_ms();
+        // Templates' go when the template goes, what a sandbox is paused on when the sandbox goes.
+        let ttl_s = match ttl_s {
+            Some(0) => None,
+            None if reason == Reason::Template => None,
+            asked => Some(asked.unwrap_or(hub.config.limits.snapshot_ttl_s)),
+        };
+        let until = |ttl_s: u64| {
+            created_at_ms.saturating_add(i64::try_from(ttl_s).unwrap_or(i64::MAX).saturating_mul(1000))
+        };
+        let compat = Compat {
+            agent_version: info.agent_version.clone().unwrap_or_default(),
+            agent_digest: info.agent_digest.clone().unwrap_or_default(),
+            ..self.engine.compat()
+        };
+        Manifest {
+            id: self.order.pending.snapshot.clone(),
+            parent: self.order.head.clone(),
+            sandbox: info.id.clone(),
+            runtime: info.runtime.clone().unwrap_or_else(|| self.order.pending.runtime.clone()),
+            template: info.template.clone(),
+            engine: info.engine,
+            generation: info.generation,
+            reason,
+            created_at_ms,
+            expires_at_ms: ttl_s.map(until),
+            shape: info.shape,
+            rootfs: info.rootfs.clone(),
+            memory: true,
+            names: name.into_iter().collect(),
+            labels,
+            compat,
+            files: Vec::new(),
+        }
+    }
+
+    async fn write_down(&self, manifest: &Manifest) {
+        let row = SnapshotRow {
+            id: manifest.id.clone(),
+            parent: manifest.parent.clone(),
+            sandbox: manifest.sandbox.clone(),
+            automatic: matches!(manifest.reason, Reason::Pause | Reason::Policy | Reason::Internal),
+            owner: self.order.info.owner.clone(),
+            created_ms: manifest.created_at_ms,
+            names: manifest.names.clone(),
+        };
+        // The manifest itself is the snapshot; the row is made again from it at the next start.
+        if let Err(error) = self.order.hub.journal.put_snapshot(row).await {
+            tracing::warn!(snapshot = %manifest.id, %error, "a snapshot's row was not written");
         }
     }
 }
@@ -185,63 +224,4 @@ fn not_taken(error: EngineError) -> NotTaken {
     let lost = matches!(error.failure, Failure::Exited { .. });
     let error = NodeError::from(error);
     if lost { NotTaken::Lost(error) } else { NotTaken::Unchanged(error) }
-}
-
-fn publish_error(error: &PublishError) -> NodeError {
-    let code = if error.is_no_space() { ErrorCode::NoSpace } else { ErrorCode::Internal };
-    NodeError::new(code, format!("the snapshot cannot be published: {error}"))
-}
-
-/// Without its parent and files.
-pub fn manifest(
-    hub: &crate::hub::Hub,
-    info: &SandboxInfo,
-    pending: &PendingOp,
-    reason: Reason,
-    compat: Compat,
-) -> Manifest {
-    let now_ms = hub.now_ms();
-    let ttl_ms = i64::try_from(hub.config.limits.snapshot_ttl_s.saturating_mul(1000)).unwrap_or(i64::MAX);
-    // Templates' go when the template goes, what a sandbox is paused on when the sandbox goes.
-    let expires_at_ms = (reason != Reason::Template).then(|| now_ms.saturating_add(ttl_ms));
-    let compat = Compat {
-        agent_version: info.agent_version.clone().unwrap_or_default(),
-        agent_digest: info.agent_digest.clone().unwrap_or_default(),
-        ..compat
-    };
-    Manifest {
-        id: pending.snapshot.clone(),
-        parent: None,
-        sandbox: info.id.clone(),
-        runtime: info.runtime.clone().unwrap_or_else(|| pending.runtime.clone()),
-        template: info.template.clone(),
-        engine: info.engine,
-        generation: info.generation,
-        reason,
-        created_at_ms: now_ms,
-        expires_at_ms,
-        shape: info.shape,
-        rootfs: info.rootfs.clone(),
-        memory: true,
-        names: Vec::new(),
-        labels: BTreeMap::new(),
-        compat,
-        files: Vec::new(),
-    }
-}
-
-async fn write_down(job: &Job, manifest: &Manifest) {
-    let row = SnapshotRow {
-        id: manifest.id.clone(),
-        parent: manifest.parent.clone(),
-        sandbox: manifest.sandbox.clone(),
-        automatic: matches!(manifest.reason, Reason::Pause | Reason::Policy | Reason::Internal),
-        owner: job.order.info.owner.clone(),
-        created_ms: manifest.created_at_ms,
-        names: manifest.names.clone(),
-    };
-    // The manifest itself is the snapshot; the row is made again from it at the next start.
-    if let Err(error) = job.order.hub.journal.put_snapshot(row).await {
-        tracing::warn!(snapshot = %manifest.id, %error, "a snapshot's row was not written");
-    }
 }

@@ -68,21 +68,25 @@ impl Launched {
         }
         receipt.shared = words(&["root file system (read-only)"]);
         if self.restored {
-            receipt.kept = words(&["memory", "processes", "files", "loopback connections", "listening ports"]);
+            receipt.kept =
+                words(&["memory", "processes", "files", "loopback connections", "listening ports"]);
         }
         match (self.session, operation) {
             (Session::Continue, _) => receipt.kept.extend(words(&["client streams", "outbound connections"])),
             (Session::New, "create") => {}
-            (Session::New, "fork") => receipt
-                .dropped
-                .extend(words(&["client streams (they stay the source's)", "outbound connections (they stay the source's)"])),
+            (Session::New, "fork") => receipt.dropped.extend(words(&[
+                "client streams (they stay the source's)",
+                "outbound connections (they stay the source's)",
+            ])),
             (Session::New, _) => receipt.dropped.extend(words(&["client streams", "outbound connections"])),
         }
         if !self.woken.reseeded {
             receipt.dropped.push("randomness: the kernel inside did not take new entropy".to_owned());
         }
         if self.woken.control_version != CONTROL_VERSION {
-            receipt.dropped.push(format!("the agent inside speaks control version {}", self.woken.control_version));
+            receipt
+                .dropped
+                .push(format!("the agent inside speaks control version {}", self.woken.control_version));
         }
         if self.from_pool {
             receipt.shared.push("a prepared runtime was used".to_owned());
@@ -138,7 +142,9 @@ impl Job {
                 return Err(NotLaunched::Ended(error));
             }
             // Damage explains the failed restore better than the engine can.
-            (Err(_), Err(error)) if error.code == ErrorCode::Failed => return Err(NotLaunched::Refused(error)),
+            (Err(_), Err(error)) if error.code == ErrorCode::Failed => {
+                return Err(NotLaunched::Refused(error));
+            }
             (Err(error), _) => return Err(NotLaunched::Ended(error.into())),
         };
         // Whoever's memory it is, it shall not take itself for another.
@@ -146,7 +152,8 @@ impl Job {
         let woken = self.wake_or_stop(&self.wake(birth, foreign)).await?;
         if foreign && !woken.reseeded {
             self.stop_new().await;
-            let message = "the agent inside did not confirm new randomness; the copy was not served".to_owned();
+            let message =
+                "the agent inside did not confirm new randomness; the copy was not served".to_owned();
             return Err(NotLaunched::Ended(NodeError::failed(message)));
         }
         Ok(Launched {

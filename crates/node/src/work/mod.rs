@@ -17,11 +17,8 @@ use dormouse_wire::keeper::Session;
 use crate::error::{ErrorCode, NodeError};
 use crate::hub::Hub;
 use crate::journal::PendingOp;
-use crate::lifecycle::{Outcome, Rest, Work};
+use crate::lifecycle::{Outcome, Work};
 use crate::model::{Receipt, SandboxInfo, SnapshotInfo, SnapshotRequest};
-
-pub use capture::manifest;
-pub use launch::machine_id;
 
 /// What is known when the work begins.
 #[derive(Clone)]
@@ -30,7 +27,6 @@ pub struct Order {
     pub info: SandboxInfo,
     pub pending: PendingOp,
     pub generation: Generation,
-    pub from: Option<Rest>,
     pub head: Option<SnapshotId>,
     pub carrier_broken: bool,
     pub birth: Option<Birth>,
@@ -198,7 +194,7 @@ impl Job {
                     snapshot: Some(SnapshotInfo::of(&captured.manifest)),
                 }
             }
-            Err(failed) => self.not_captured(failed).await,
+            Err(failed) => failed.report(),
         }
     }
 
@@ -213,7 +209,7 @@ impl Job {
                     snapshot: Some(SnapshotInfo::of(&captured.manifest)),
                 }
             }
-            Err(failed) => self.not_captured(failed).await,
+            Err(failed) => failed.report(),
         }
     }
 
@@ -273,7 +269,7 @@ impl Job {
     async fn replace_keeper(self) -> Report {
         let captured = match self.capture(Reason::Internal, After::Stop).await {
             Ok(captured) => captured,
-            Err(failed) => return self.not_captured(failed).await,
+            Err(failed) => return failed.report(),
         };
         let snapshot = Some(captured.manifest.id.clone());
         match self.launch(&captured.manifest, Session::New, None).await {
@@ -283,7 +279,8 @@ impl Job {
                 report
             }
             Err(failed) => {
-                let (Outcome::Unchanged { error } | Outcome::Lost { error, .. }) = failed.report().outcome else {
+                let (Outcome::Unchanged { error } | Outcome::Lost { error, .. }) = failed.report().outcome
+                else {
                     return Report::lost(NodeError::internal("the keeper could not be replaced"));
                 };
                 let info = Some(SandboxInfo { runtime: None, ..self.order.info.clone() });
@@ -331,13 +328,9 @@ impl Job {
     }
 
     async fn destroy(self) -> Report {
-        let id = &self.order.info.id;
-        for runtime in [self.order.info.runtime.as_ref(), Some(&self.order.pending.runtime)] {
-            if runtime.is_some() || self.order.info.runtime.is_none() {
-                if let Err(error) = self.engine.destroy(id, runtime).await {
-                    return Report::unchanged(error);
-                }
-            }
+        let info = &self.order.info;
+        if let Err(error) = self.engine.destroy(&info.id, info.runtime.as_ref()).await {
+            return Report::unchanged(error);
         }
         Report { info: Some(SandboxInfo { runtime: None, ..self.order.info.clone() }), ..Report::done() }
     }
@@ -356,7 +349,8 @@ impl Job {
     async fn load_fit(&self, snapshot: &SnapshotId) -> Result<Manifest, NodeError> {
         let manifest = self.load(snapshot).await?;
         if dormouse_store::is_expired(&manifest, self.order.hub.now()) {
-            let message = format!("snapshot {snapshot} has expired; it is kept no longer and cannot be started from");
+            let message =
+                format!("snapshot {snapshot} has expired; it is kept no longer and cannot be started from");
             return Err(NodeError::new(ErrorCode::Expired, message));
         }
         Ok(manifest)
