@@ -6,6 +6,7 @@ use dormouse_wire::envd::connect::{self, Decoder, EndStream, Frame};
 use dormouse_wire::envd::filesystem::{
     self, EntryInfo, EntryResponse, ListDirRequest, ListDirResponse, PathRequest,
 };
+use dormouse_wire::envd::process::{REPLAY_FROM_HEADER, REPLAY_OFFSET_HEADER};
 use dormouse_wire::stream::ENVD_PORT;
 use http::header::{AUTHORIZATION, CONTENT_TYPE};
 use http::{HeaderValue, Method, Request};
@@ -39,6 +40,8 @@ pub(super) struct Frames {
     what: String,
     body: Incoming,
     decoder: Decoder,
+    /// Which number the first byte of output has.
+    pub(super) replay_offset: Option<u64>,
 }
 
 impl Envd {
@@ -104,13 +107,15 @@ impl Envd {
             .map_err(|error| ClientError::Answer { what: what.to_owned(), why: error.to_string() })
     }
 
-    /// `timeout_ms`: for `Start` the deadline of the process; `None`: no limit.
+    /// `timeout_ms`: for `Start` the deadline of the process; `None`: no limit. `replay_from`: for `Connect` the byte
+    /// of output to begin at.
     pub(super) async fn server_stream(
         &self,
         what: &str,
         path: &str,
         message: &impl Serialize,
         timeout_ms: Option<u64>,
+        replay_from: Option<u64>,
     ) -> Result<Frames, ClientError> {
         let body = full(connect::message(message).to_vec());
         let mut request = self.request(what, Method::POST, path, body)?;
@@ -120,8 +125,14 @@ impl Envd {
         if let Some(ms) = timeout_ms {
             header(&mut request, what, connect::TIMEOUT_HEADER, &ms.to_string())?;
         }
+        if let Some(from) = replay_from {
+            header(&mut request, what, REPLAY_FROM_HEADER, &from.to_string())?;
+        }
         let response = self.client.send(what, request).await?;
-        Ok(Frames { what: what.to_owned(), body: response.into_body(), decoder: Decoder::default() })
+        let offset = response.headers().get(REPLAY_OFFSET_HEADER).and_then(|value| value.to_str().ok());
+        let replay_offset = offset.and_then(|text| text.parse().ok());
+        let (what, decoder) = (what.to_owned(), Decoder::default());
+        Ok(Frames { what, body: response.into_body(), decoder, replay_offset })
     }
 
     pub(super) fn request(
@@ -176,10 +187,6 @@ impl Frames {
                 None => return Err(broken("the connection was closed before the end".to_owned())),
             }
         }
-    }
-
-    pub(super) fn not_understood(&self, why: String) -> ClientError {
-        ClientError::Answer { what: self.what.clone(), why }
     }
 
     fn end(&self, frame: &Frame) -> Result<(), ClientError> {

@@ -1,17 +1,20 @@
 //! Processes in a sandbox: start, attach, input, signals, terminal size.
+//!
+//! A stream that broke (the daemon was replaced) is taken up again where it broke: the agent keeps the last part of
+//! each process's output, and [`ProcessEvents`] counts what it has received.
 
 use std::collections::BTreeMap;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
-use serde::Deserialize;
-use serde_json::{Value, json};
+use dormouse_wire::envd::process::{
+    self as wire, ListResponse, ProcessConfig, ProcessEvent, ProcessInput, ProcessSelector, Pty, PtySize,
+    SelectRequest, SendInputRequest, SendSignalRequest, Signal, StartRequest, StartResponse, UpdateRequest,
+};
+use serde::Serialize;
+use serde_json::Value;
 
 use super::ClientError;
 use super::envd::{Envd, Frames};
-
-const SERVICE: &str = "/process.Process";
 
 /// What is to be started.
 #[derive(Debug, Clone, Default)]
@@ -49,7 +52,11 @@ pub enum ProcessOutput {
 
 /// A process's output as it comes. Dropping it leaves the process running.
 pub struct ProcessEvents {
+    envd: Envd,
     frames: Frames,
+    pid: u32,
+    /// Number of the next byte of output.
+    offset: u64,
 }
 
 /// One process that was started through the API.
@@ -61,181 +68,142 @@ pub struct ProcessSummary {
     pub args: Vec<String>,
 }
 
-#[derive(Deserialize)]
-struct Response {
-    event: Event,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct Event {
-    start: Option<Start>,
-    data: Option<Data>,
-    end: Option<End>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct Start {
-    pid: u32,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct Data {
-    stdout: Option<String>,
-    stderr: Option<String>,
-    pty: Option<String>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default, rename_all = "camelCase")]
-struct End {
-    #[serde(alias = "exit_code")]
-    exit_code: i32,
-    exited: bool,
-    status: String,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct List {
-    processes: Vec<Info>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct Info {
-    config: Config,
-    pid: u32,
-    tag: Option<String>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct Config {
-    cmd: String,
-    args: Vec<String>,
-}
-
 impl Envd {
     /// Starts a process and follows it.
     pub async fn start(&self, spec: &StartSpec) -> Result<ProcessEvents, ClientError> {
         let what = format!("run `{}` in sandbox {}", spec.command, self.sandbox());
-        let mut request = json!({
-            "process": {"cmd": spec.command, "args": spec.args, "envs": spec.env},
-            "stdin": spec.stdin,
-        });
-        if let Some(cwd) = &spec.cwd {
-            request["process"]["cwd"] = json!(cwd);
-        }
-        if let Some((cols, rows)) = spec.terminal {
-            request["pty"] = json!({"size": {"cols": cols, "rows": rows}});
-        }
-        if let Some(tag) = &spec.tag {
-            request["tag"] = json!(tag);
-        }
-        let frames =
-            self.server_stream(&what, &format!("{SERVICE}/Start"), &request, spec.deadline_ms).await?;
-        Ok(ProcessEvents { frames })
+        let request = StartRequest {
+            process: Some(ProcessConfig {
+                cmd: spec.command.clone(),
+                args: spec.args.clone(),
+                envs: spec.env.clone(),
+                cwd: spec.cwd.clone(),
+            }),
+            pty: spec.terminal.map(pty),
+            tag: spec.tag.clone(),
+            stdin: Some(spec.stdin),
+        };
+        let frames = self.server_stream(&what, wire::START, &request, spec.deadline_ms, None).await?;
+        Ok(ProcessEvents { envd: self.clone(), offset: frames.replay_offset.unwrap_or(0), frames, pid: 0 })
     }
 
-    /// Follows a process that runs already.
+    /// Follows a process that runs already, from now on.
     pub async fn attach(&self, pid: u32) -> Result<ProcessEvents, ClientError> {
+        let frames = self.connect(pid, None).await?;
+        Ok(ProcessEvents { envd: self.clone(), offset: frames.replay_offset.unwrap_or(0), frames, pid })
+    }
+
+    async fn connect(&self, pid: u32, from: Option<u64>) -> Result<Frames, ClientError> {
         let what = format!("attach to process {pid} in sandbox {}", self.sandbox());
-        let request = json!({"process": {"pid": pid}});
-        let frames = self.server_stream(&what, &format!("{SERVICE}/Connect"), &request, None).await?;
-        Ok(ProcessEvents { frames })
+        let request = SelectRequest { process: Some(ProcessSelector::pid(pid)) };
+        self.server_stream(&what, wire::CONNECT, &request, None, from).await
     }
 
     pub async fn processes(&self) -> Result<Vec<ProcessSummary>, ClientError> {
         let what = format!("list the processes of sandbox {}", self.sandbox());
-        let list: List = self.unary(&what, &format!("{SERVICE}/List"), &json!({})).await?;
-        let summary = |info: Info| ProcessSummary {
-            pid: info.pid,
-            tag: info.tag,
-            command: info.config.cmd,
-            args: info.config.args,
+        let list: ListResponse = self.unary(&what, wire::LIST, &wire::ListRequest {}).await?;
+        let summary = |info: wire::ProcessInfo| {
+            let config = info.config.unwrap_or_default();
+            ProcessSummary { pid: info.pid, tag: info.tag, command: config.cmd, args: config.args }
         };
         Ok(list.processes.into_iter().map(summary).collect())
     }
 
     pub async fn send_stdin(&self, pid: u32, bytes: &[u8]) -> Result<(), ClientError> {
-        self.send_input(pid, json!({"stdin": STANDARD.encode(bytes)})).await
+        let input = ProcessInput { stdin: Some(Bytes::copy_from_slice(bytes)), pty: None };
+        self.send_input(pid, input).await
     }
 
     pub async fn send_terminal(&self, pid: u32, bytes: &[u8]) -> Result<(), ClientError> {
-        self.send_input(pid, json!({"pty": STANDARD.encode(bytes)})).await
+        let input = ProcessInput { stdin: None, pty: Some(Bytes::copy_from_slice(bytes)) };
+        self.send_input(pid, input).await
     }
 
-    async fn send_input(&self, pid: u32, input: Value) -> Result<(), ClientError> {
-        let request = json!({"process": {"pid": pid}, "input": input});
-        self.process_call("send input to", "SendInput", pid, &request).await
+    async fn send_input(&self, pid: u32, input: ProcessInput) -> Result<(), ClientError> {
+        let request = SendInputRequest { process: Some(ProcessSelector::pid(pid)), input: Some(input) };
+        self.process_call("send input to", wire::SEND_INPUT, pid, &request).await
     }
 
     pub async fn close_stdin(&self, pid: u32) -> Result<(), ClientError> {
-        self.process_call("close the input of", "CloseStdin", pid, &json!({"process": {"pid": pid}})).await
+        let request = SelectRequest { process: Some(ProcessSelector::pid(pid)) };
+        self.process_call("close the input of", wire::CLOSE_STDIN, pid, &request).await
     }
 
     pub async fn resize(&self, pid: u32, cols: u16, rows: u16) -> Result<(), ClientError> {
-        let request = json!({"process": {"pid": pid}, "pty": {"size": {"cols": cols, "rows": rows}}});
-        self.process_call("resize the terminal of", "Update", pid, &request).await
+        let request =
+            UpdateRequest { process: Some(ProcessSelector::pid(pid)), pty: Some(pty((cols, rows))) };
+        self.process_call("resize the terminal of", wire::UPDATE, pid, &request).await
     }
 
     /// SIGKILL, or SIGTERM where `kill` is false.
     pub async fn signal(&self, pid: u32, kill: bool) -> Result<(), ClientError> {
-        let signal = if kill { "SIGNAL_SIGKILL" } else { "SIGNAL_SIGTERM" };
-        let request = json!({"process": {"pid": pid}, "signal": signal});
-        self.process_call("signal", "SendSignal", pid, &request).await
+        let signal = if kill { Signal::Kill } else { Signal::Term };
+        let request = SendSignalRequest { process: Some(ProcessSelector::pid(pid)), signal };
+        self.process_call("signal", wire::SEND_SIGNAL, pid, &request).await
     }
 
     async fn process_call(
         &self,
         verb: &str,
-        method: &str,
+        path: &str,
         pid: u32,
-        request: &Value,
+        request: &impl Serialize,
     ) -> Result<(), ClientError> {
         let what = format!("{verb} process {pid} in sandbox {}", self.sandbox());
-        let _: Value = self.unary(&what, &format!("{SERVICE}/{method}"), request).await?;
+        let _: Value = self.unary(&what, path, request).await?;
         Ok(())
     }
+}
+
+fn pty((cols, rows): (u16, u16)) -> Pty {
+    Pty { size: Some(PtySize { cols: cols.into(), rows: rows.into() }) }
 }
 
 impl ProcessEvents {
     /// What it did next; `None` after its end.
     pub async fn next(&mut self) -> Result<Option<ProcessOutput>, ClientError> {
         loop {
-            let Some(response) = self.frames.next::<Response>().await? else { return Ok(None) };
-            if let Some(output) = self.read(response.event)? {
+            let Some(response) = self.frames.next::<StartResponse>().await? else { return Ok(None) };
+            if let Some(output) = self.read(response.event.unwrap_or_default()) {
                 return Ok(Some(output));
             }
         }
     }
 
+    /// Takes the stream up again where it broke. Gives the number of bytes that the agent had no longer.
+    pub async fn reattach(&mut self) -> Result<u64, ClientError> {
+        self.frames = self.envd.connect(self.pid, Some(self.offset)).await?;
+        let begins = self.frames.replay_offset.unwrap_or(self.offset);
+        let lost = begins.saturating_sub(self.offset);
+        self.offset = begins;
+        Ok(lost)
+    }
+
     /// `None`: a keepalive.
-    fn read(&self, event: Event) -> Result<Option<ProcessOutput>, ClientError> {
-        let decode = |text: String| {
-            STANDARD
-                .decode(text)
-                .map(Bytes::from)
-                .map_err(|error| self.frames.not_understood(error.to_string()))
-        };
+    fn read(&mut self, event: ProcessEvent) -> Option<ProcessOutput> {
         if let Some(start) = event.start {
-            return Ok(Some(ProcessOutput::Started { pid: start.pid }));
+            self.pid = start.pid;
+            return Some(ProcessOutput::Started { pid: start.pid });
         }
         if let Some(data) = event.data {
-            return match (data.stdout, data.stderr, data.pty) {
-                (Some(text), _, _) => Ok(Some(ProcessOutput::Stdout(decode(text)?))),
-                (_, Some(text), _) => Ok(Some(ProcessOutput::Stderr(decode(text)?))),
-                (_, _, Some(text)) => Ok(Some(ProcessOutput::Terminal(decode(text)?))),
-                _ => Ok(None),
+            let output = match (data.stdout, data.stderr, data.pty) {
+                (Some(bytes), _, _) => ProcessOutput::Stdout(bytes),
+                (_, Some(bytes), _) => ProcessOutput::Stderr(bytes),
+                (_, _, Some(bytes)) => ProcessOutput::Terminal(bytes),
+                _ => return None,
             };
+            if let ProcessOutput::Stdout(bytes)
+            | ProcessOutput::Stderr(bytes)
+            | ProcessOutput::Terminal(bytes) = &output
+            {
+                self.offset += bytes.len() as u64;
+            }
+            return Some(output);
         }
-        Ok(event.end.map(|end| ProcessOutput::Ended {
+        event.end.map(|end| ProcessOutput::Ended {
             exit_code: end.exit_code,
             exited: end.exited,
             status: end.status,
-        }))
+        })
     }
 }

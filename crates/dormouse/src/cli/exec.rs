@@ -1,6 +1,7 @@
 //! One command in a sandbox: its stdin, stdout, stderr and exit code are ours.
 
 use std::io::{IsTerminal, Write};
+use std::time::{Duration, Instant};
 
 use dormouse_api::client::{ClientError, Envd, ProcessEvents, ProcessOutput, StartSpec};
 use serde_json::json;
@@ -13,6 +14,9 @@ use super::output::show;
 
 /// Bytes of stdin in one message.
 const INPUT_BYTES: usize = 128 << 10;
+/// How long a daemon may be away (replaced, crashed and started again) before a command gives up.
+const REATTACH_PATIENCE: Duration = Duration::from_secs(60);
+const REATTACH_EVERY: Duration = Duration::from_millis(200);
 
 pub async fn run(args: &ExecArgs, context: &Context) -> Result<ExitStatus, CliError> {
     let result = inside(args, context).await;
@@ -82,7 +86,7 @@ async fn feed(envd: Envd, pid: u32) {
         match stdin.read(&mut buffer).await {
             Ok(0) | Err(_) => break,
             Ok(count) => {
-                if envd.send_stdin(pid, &buffer[..count]).await.is_err() {
+                if send(&envd, pid, &buffer[..count]).await.is_err() {
                     return;
                 }
             }
@@ -92,10 +96,63 @@ async fn feed(envd: Envd, pid: u32) {
     let _ = envd.close_stdin(pid).await;
 }
 
+/// Sent again only where nothing was sent: no daemon answered.
+async fn send(envd: &Envd, pid: u32, bytes: &[u8]) -> Result<(), ClientError> {
+    let began = Instant::now();
+    loop {
+        match envd.send_stdin(pid, bytes).await {
+            Err(ClientError::Unreachable { .. }) if began.elapsed() < REATTACH_PATIENCE => {
+                tokio::time::sleep(REATTACH_EVERY).await;
+            }
+            done => return done,
+        }
+    }
+}
+
+/// What the process did next. A stream that broke is taken up again once a daemon answers, without a gap.
+pub async fn next(events: &mut ProcessEvents) -> Result<Option<ProcessOutput>, CliError> {
+    loop {
+        match events.next().await {
+            Ok(output) => return Ok(output),
+            Err(ClientError::Broken { what, why }) => {
+                let lost = reattach(events).await.map_err(|error| {
+                    let status = error.status();
+                    CliError::Said {
+                        message: format!("{what}: the stream broke ({why}); {}", error.chain()),
+                        status,
+                    }
+                })?;
+                if lost > 0 {
+                    eprintln!("dormouse: the stream broke, and {lost} bytes of output were no longer kept");
+                }
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+async fn reattach(events: &mut ProcessEvents) -> Result<u64, CliError> {
+    let began = Instant::now();
+    loop {
+        match events.reattach().await {
+            Ok(lost) => return Ok(lost),
+            Err(error) if began.elapsed() < REATTACH_PATIENCE && transient(&error) => {
+                tokio::time::sleep(REATTACH_EVERY).await;
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// No daemon, or one that is just starting.
+fn transient(error: &ClientError) -> bool {
+    matches!(error, ClientError::Unreachable { .. } | ClientError::Refused { status: 503, .. })
+}
+
 /// Copies output until the end and gives the exit code.
-pub async fn follow(events: &mut ProcessEvents) -> Result<ExitStatus, CliError> {
+async fn follow(events: &mut ProcessEvents) -> Result<ExitStatus, CliError> {
     let failed = |error: std::io::Error| CliError::failed(format!("cannot write the output: {error}"));
-    while let Some(output) = events.next().await? {
+    while let Some(output) = next(events).await? {
         match output {
             ProcessOutput::Started { .. } => {}
             ProcessOutput::Stdout(bytes) | ProcessOutput::Terminal(bytes) => {

@@ -91,7 +91,7 @@ async fn talk(envd: &Envd, pid: u32, events: &mut ProcessEvents) -> Result<ExitS
     let sender = tokio::spawn(send_keys(envd.clone(), pid, queue));
     let status = loop {
         tokio::select! {
-            output = events.next() => match output {
+            output = exec::next(events) => match output {
                 Ok(Some(ProcessOutput::Ended { exit_code, exited, status })) => {
                     break Ok(exec::exit(exit_code, exited, &status));
                 }
@@ -102,7 +102,7 @@ async fn talk(envd: &Envd, pid: u32, events: &mut ProcessEvents) -> Result<ExitS
                 }
                 Ok(Some(ProcessOutput::Started { .. })) => {}
                 Ok(None) => break Err(CliError::failed("the shell's stream ended; the sandbox may have been killed")),
-                Err(error) => break Err(error.into()),
+                Err(error) => break Err(error),
             },
             _ = resized.recv() => {
                 let (cols, rows) = size(std::io::stdin().as_fd());
