@@ -13,3 +13,5 @@ pub mod process;
 pub mod random;
 pub mod spawn;
 pub mod unix;
+#[allow(unsafe_code, reason = "sync_file_range(2) has no safe form")]
+pub mod writeback;
