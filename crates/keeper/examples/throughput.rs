@@ -71,6 +71,13 @@ fn report(what: &str, bytes: u64, since: Instant) {
     println!("{what}: {:.0} MiB/s", bytes as f64 / seconds / f64::from(1 << 20));
 }
 
+/// User and system time of a process, in ticks of 10 ms.
+fn cpu_ticks(pid: u32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let fields: Vec<_> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+    fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+}
+
 fn guest_thread(stdin: std::os::fd::OwnedFd, stdout: std::os::fd::OwnedFd, port: u16) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
@@ -135,12 +142,14 @@ fn main() {
         download(TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await.unwrap(), bytes).await;
         report("plain loopback TCP, down", bytes, start);
         let idle = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", keeper.id())).unwrap();
+        let before = cpu_ticks(keeper.id());
         let start = Instant::now();
         upload(connect_agent(dir.path(), port).await.unwrap(), bytes).await;
         report("agent.sock, keeper, pipes, TCP, up", bytes, start);
         let start = Instant::now();
         download(connect_agent(dir.path(), port).await.unwrap(), bytes).await;
         report("agent.sock, keeper, pipes, TCP, down", bytes, start);
+        println!("the keeper's CPU for both: {} ms", (cpu_ticks(keeper.id()) - before) * 10);
         let used = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", keeper.id())).unwrap();
         for (when, text) in [("idle", idle), ("after the transfers", used)] {
             let lines = text.lines().filter(|l| l.starts_with("Pss:") || l.starts_with("Private_Dirty:"));

@@ -417,10 +417,10 @@ fn one_keeper_per_folder_and_a_killed_one_is_replaced() {
         sandbox.keeper = spawn_keeper(&sandbox.dir);
         sandbox.client = loop {
             // The dead keeper's socket is in the folder until the next one replaces it.
-            if let Ok(mut client) = KeeperClient::connect(&sandbox.dir).await {
-                if client.request(&Request::Hello, &[]).await.is_ok() {
-                    break client;
-                }
+            if let Ok(mut client) = KeeperClient::connect(&sandbox.dir).await
+                && client.request(&Request::Hello, &[]).await.is_ok()
+            {
+                break client;
             }
             assert!(sandbox.keeper.try_wait().unwrap().is_none());
             tokio::task::yield_now().await;

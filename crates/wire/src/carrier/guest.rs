@@ -118,6 +118,7 @@ impl Guest {
             let wrote = inner.poll_write_some(&mut ends.writer, cx)?;
             let read = inner.poll_read_some(&mut ends.reader, cx)?;
             if !wrote && !read {
+                inner.trim();
                 return Poll::Pending;
             }
         }
@@ -218,6 +219,13 @@ impl Inner {
                 Ok(true)
             }
             Poll::Ready(Err(error)) => Err(error),
+        }
+    }
+
+    fn trim(&mut self) {
+        if self.session.as_ref().is_none_or(|session| session.mux().is_empty()) {
+            self.inbound.trim();
+            self.outbound.trim();
         }
     }
 

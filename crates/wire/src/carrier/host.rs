@@ -359,7 +359,13 @@ impl Inner {
             let wrote = self.poll_write_some(cx);
             let read = self.poll_read_some(cx);
             match (wrote, read) {
-                (Ok(false), Ok(false)) => return Poll::Pending,
+                (Ok(false), Ok(false)) => {
+                    if self.session.mux().is_empty() {
+                        self.inbound.trim();
+                        self.outbound.trim();
+                    }
+                    return Poll::Pending;
+                }
                 (Ok(_), Ok(_)) => {}
                 (Err(error), _) | (_, Err(error)) => {
                     tracing::error!(%error, "the carrier's pipe failed: its streams end");

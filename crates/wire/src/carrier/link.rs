@@ -10,6 +10,9 @@ const READ_BYTES: usize = 256 << 10;
 /// Packets are produced until this much waits for one write call.
 pub(super) const WRITE_BYTES: usize = 256 << 10;
 
+/// What an idle end keeps.
+const KEPT_BYTES: usize = 32 << 10;
+
 const _: () = assert!(READ_BYTES >= 2 * PACKET_BYTES_MAX);
 
 #[derive(Debug, Default)]
@@ -17,13 +20,16 @@ pub(super) struct Inbound {
     bytes: Vec<u8>,
     start: usize,
     end: usize,
+    /// How much of `bytes` was ever written.
+    used: usize,
 }
 
 impl Inbound {
     /// Room for the next read, never empty.
     pub(super) fn room(&mut self) -> &mut [u8] {
-        if self.bytes.len() < READ_BYTES {
-            self.bytes.resize(READ_BYTES, 0);
+        if self.bytes.is_empty() {
+            // Fresh zero pages: only what is read into them costs memory.
+            self.bytes = vec![0; READ_BYTES];
         }
         if self.start > 0 {
             self.bytes.copy_within(self.start..self.end, 0);
@@ -34,6 +40,14 @@ impl Inbound {
 
     pub(super) fn filled(&mut self, n: usize) {
         self.end += n;
+        self.used = self.used.max(self.end);
+    }
+
+    /// Gives memory back after a large transfer.
+    pub(super) fn trim(&mut self) {
+        if self.start == self.end && self.used > KEPT_BYTES {
+            *self = Self::default();
+        }
     }
 
     pub(super) fn unread(&self) -> &[u8] {
@@ -87,6 +101,13 @@ impl Outbound {
         self.start += n;
         if self.is_empty() {
             self.clear();
+        }
+    }
+
+    /// Gives memory back after a large transfer.
+    pub(super) fn trim(&mut self) {
+        if self.is_empty() && self.bytes.capacity() > KEPT_BYTES {
+            *self = Self::default();
         }
     }
 

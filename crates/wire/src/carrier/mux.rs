@@ -215,6 +215,12 @@ impl Mux {
         (own, self.entries.len() - own)
     }
 
+    /// No stream is open.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
     fn is_own(&self, id: u32) -> bool {
         (id % 2 == 1) == (self.role == Role::Host)
     }

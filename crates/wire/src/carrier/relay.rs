@@ -134,7 +134,9 @@ impl Half {
         moved: &mut impl FnMut(usize),
     ) -> Poll<io::Result<()>> {
         SCRATCH.with_borrow_mut(|scratch| {
-            scratch.resize(SCRATCH_BYTES, 0);
+            if scratch.is_empty() {
+                *scratch = vec![0; SCRATCH_BYTES];
+            }
             let mut buf = ReadBuf::new(scratch);
             ready!(from.poll_take(cx, &mut buf))?;
             let bytes = buf.filled();
