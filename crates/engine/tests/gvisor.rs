@@ -1,10 +1,12 @@
 //! The driver against real runsc, as root.
 
+#![allow(clippy::unwrap_used, reason = "a test's helper fails as its test does")]
+
 mod common;
 
 use std::time::Duration;
 
-use common::{Lab, SHAPE, Sandbox, assert_whole};
+use common::{Lab, SHAPE, Sandbox, Talk, assert_whole};
 use dormouse_engine::{After, Engine, Exit, Failure, RuntimeState, WarmSpec};
 use dormouse_types::Generation;
 use dormouse_wire::keeper::{EgressRules, Session};
@@ -45,33 +47,60 @@ async fn a_sandbox_boots_freezes_thaws_and_leaves_nothing() {
 /// repeated or reordered.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_resume_goes_on_where_the_pause_cut() {
-    let lab = Lab::new().await;
+    goes_on(true, 4).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_resume_goes_on_also_without_cgroups() {
+    goes_on(false, 2).await;
+}
+
+/// Numbered lines of two kinds, each expected without a gap.
+#[derive(Default)]
+struct Numbered {
+    flood: u64,
+    echoed: u64,
+}
+
+impl Numbered {
+    /// Returns a line that is of neither kind.
+    fn read(&mut self, talk: &mut Talk) -> Option<String> {
+        let line = talk.line();
+        let (kind, number) = line.split_once(' ').unwrap_or((&line, ""));
+        let counter = match kind {
+            "flood" => &mut self.flood,
+            "number" => &mut self.echoed,
+            _ => return Some(line),
+        };
+        assert_eq!(number.parse(), Ok(*counter), "{line}");
+        *counter += 1;
+        None
+    }
+
+    fn ask(&mut self, talk: &mut Talk, question: &str) -> String {
+        talk.send(question);
+        loop {
+            if let Some(line) = self.read(talk) {
+                return line;
+            }
+        }
+    }
+}
+
+async fn goes_on(cgroups: bool, rounds: u32) {
+    let lab = Lab::with(cgroups).await;
     let mut sandbox = lab.boot().await;
     let mut talk = lab.talk(&sandbox);
     assert_eq!(talk.ask("fill 40"), "filled");
     assert_eq!(talk.ask("write /root/note kept"), "Ok(())");
-    let sum = talk.ask("sum");
-    let mut count = talk.number("count");
+    let (sum, count) = (talk.ask("sum"), talk.number("count"));
     talk.send("flood");
-    let (mut flood, mut sent, mut echoed) = (0_u64, 0_u64, 0_u64);
-    for round in 0..4 {
-        let read = |talk: &mut common::Talk, flood: &mut u64, echoed: &mut u64| {
-            let line = talk.line();
-            match line.strip_prefix("flood ") {
-                Some(number) => {
-                    assert_eq!(number.parse(), Ok(*flood));
-                    *flood += 1;
-                }
-                None => {
-                    assert_eq!(line, format!("e{echoed}"));
-                    *echoed += 1;
-                }
-            }
-        };
+    let (mut seen, mut sent) = (Numbered::default(), 0_u64);
+    for round in 0..rounds {
         for _ in 0..500 {
-            talk.send(&format!("echo e{sent}"));
+            talk.send(&format!("echo number {sent}"));
             sent += 1;
-            read(&mut talk, &mut flood, &mut echoed);
+            assert_eq!(seen.read(&mut talk), None);
         }
         let image = lab.image(&format!("image{round}"));
         let after = if round % 2 == 0 { After::Stop } else { After::Hold };
@@ -81,39 +110,23 @@ async fn a_resume_goes_on_where_the_pause_cut() {
             lab.engine.stop(&sandbox.id, &sandbox.runtime).await.unwrap();
         }
         for _ in 0..500 {
-            talk.send(&format!("echo e{sent}"));
+            talk.send(&format!("echo number {sent}"));
             sent += 1;
         }
         let next = Sandbox { id: sandbox.id.clone(), ..Sandbox::new() };
         let spec = lab.restore_spec(&sandbox, &next, &image, Session::Continue);
-        let restored = lab.engine.restore(spec).await.unwrap();
-        assert_eq!(restored.session, Session::Continue);
+        assert_eq!(lab.engine.restore(spec).await.unwrap().session, Session::Continue);
         sandbox = next;
-        while echoed < sent {
-            read(&mut talk, &mut flood, &mut echoed);
+        while seen.echoed < sent {
+            assert_eq!(seen.read(&mut talk), None);
         }
         lab.engine.prewarm(WarmSpec { rootfs: lab.rootfs(), shape: SHAPE }, 1).await;
     }
-    talk.send("sum");
-    let mut line = talk.line();
-    while line.starts_with("flood ") {
-        line = talk.line();
-    }
-    assert_eq!(line, sum);
-    for (ask, check) in [("read /root/note", None), ("count", Some(()))] {
-        talk.send(ask);
-        let mut line = talk.line();
-        while line.starts_with("flood ") {
-            line = talk.line();
-        }
-        match check {
-            None => assert_eq!(line, "kept"),
-            Some(()) => assert!(line.parse::<u64>().unwrap() > count, "the counter began anew"),
-        }
-    }
-    count = flood;
-    assert!(count > 0);
-    lab.engine.prewarm(WarmSpec { rootfs: lab.rootfs(), shape: SHAPE }, 0).await;
+    assert_eq!(seen.ask(&mut talk, "sum"), sum);
+    assert_eq!(seen.ask(&mut talk, "read /root/note"), "kept");
+    let now: u64 = seen.ask(&mut talk, "count").parse().unwrap();
+    assert!(now > count, "the counter began anew");
+    lab.engine.shutdown().await;
     lab.engine.destroy(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
 }
 

@@ -46,7 +46,11 @@ pub(super) async fn exited(inner: Arc<Inner>, sandbox: &SandboxId, runtime: &Run
     let why = blocking(move || Ok(if of_runtime { container.why_ended() } else { keeper.log_tail() }))
         .await
         .unwrap_or_else(|error| error.to_string());
-    if of_runtime { Exit::Runtime { why } } else { Exit::Keeper { why: format!("its process ended: {why}") } }
+    if of_runtime {
+        Exit::Runtime { why }
+    } else {
+        Exit::Keeper { why: format!("its process ended; its last words: {why}") }
+    }
 }
 
 #[allow(

@@ -24,7 +24,7 @@ const START_WAIT: Duration = Duration::from_secs(15);
 const START_STEP: Duration = Duration::from_millis(2);
 const END_WAIT: Duration = Duration::from_secs(3);
 const PROCESS_FILE: &str = "keeper.json";
-const LOG_TAIL_BYTES: usize = 600;
+const LOG_TAIL_CHARS: usize = 400;
 
 /// One sandbox's keeper, known by its folder.
 #[derive(Debug, Clone)]
@@ -167,11 +167,11 @@ impl Keeper {
         }
     }
 
+    /// The last that it had to say.
     pub fn log_tail(&self) -> String {
         let text = std::fs::read_to_string(self.dir.join(LOG_FILE)).unwrap_or_default();
-        let text = text.trim();
-        let tail: Vec<char> = text.chars().rev().take(LOG_TAIL_BYTES).collect();
-        if tail.is_empty() { "its log is empty".to_owned() } else { tail.into_iter().rev().collect() }
+        let last = text.lines().rev().find(|line| !line.trim().is_empty());
+        last.map_or_else(|| "its log is empty".to_owned(), |line| line.chars().take(LOG_TAIL_CHARS).collect())
     }
 }
 
