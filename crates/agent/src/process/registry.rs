@@ -57,7 +57,7 @@ impl Process {
     fn new(
         plan: Plan,
         tag: Option<String>,
-        spawned: &Spawned,
+        spawned: &mut Spawned,
         output: Arc<Output>,
         reaper: Reaper,
     ) -> Arc<Self> {
@@ -66,9 +66,10 @@ impl Process {
             config: plan.config,
             tag,
             output,
-            input: tokio::sync::Mutex::new(spawned.input.clone()),
-            pty: Mutex::new(spawned.pty.clone()),
             has_pty: spawned.pty.is_some(),
+            // The only owner: a pipe's end is closed by letting it go.
+            input: tokio::sync::Mutex::new(spawned.input.take()),
+            pty: Mutex::new(spawned.pty.take()),
             signalled: CancellationToken::new(),
             ended: CancellationToken::new(),
             overdue: AtomicBool::new(false),
@@ -194,10 +195,10 @@ impl Processes {
         if self.lock().running.len() >= RUNNING_MAX {
             return Err(Error::resource_exhausted(format!("{RUNNING_MAX} processes run already")));
         }
-        let spawned = spawn(&self.0.reaper, settings, &plan)?;
+        let mut spawned = spawn(&self.0.reaper, settings, &plan)?;
         let output = Output::new(self.0.replay_cap.clone());
         let subscription = output.subscribe(None);
-        let process = Process::new(plan, tag, &spawned, output, self.0.reaper.clone());
+        let process = Process::new(plan, tag, &mut spawned, output, self.0.reaper.clone());
         let mut table = self.lock();
         table.running.insert(process.pid, process.clone());
         self.adjust(&table);
