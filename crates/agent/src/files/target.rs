@@ -4,7 +4,10 @@
 //! WRITE; an existing one WRITE (it is emptied), CHMOD, WRITE, and stays the same file, with its mode,
 //! its other names and whoever has it open. What E2B does not do: content is complete before it gets
 //! there. Small content waits in memory; large content in an unfinished file beside the target, which
-//! watchers do not see and which then takes the target's name (or is copied into the existing file).
+//! watchers do not see and which then takes the target's name. Over an existing file it is copied into
+//! that one; only content of [`REPLACE_BYTES_MIN`] and more takes an existing file's place (its mode is
+//! kept; watchers see CREATE, CHMOD, WRITE), unless that has other names: copying costs more than it is
+//! worth there.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Seek as _, Write as _};
@@ -26,6 +29,8 @@ const UNFINISHED_MODE: u32 = 0o600;
 /// As many links as the kernel follows.
 const LINKS_MAX: usize = 40;
 const BLOCK_BYTES: u64 = 512;
+/// Content from this size on replaces an existing file instead of being copied into it.
+pub const REPLACE_BYTES_MIN: u64 = 32 << 20;
 
 /// Where content goes, and whose it will be.
 #[derive(Debug, Clone)]
@@ -99,6 +104,12 @@ impl Target {
     }
 
     fn create(&self, path: &Path, content: &[u8]) -> Result<(), Refusal> {
+        if !self.tags.is_empty() {
+            // Attaching metadata is an event too: do it where nobody looks.
+            let mut unfinished = self.begin()?;
+            unfinished.file.write_all(content).map_err(|why| self.failed(&why))?;
+            return self.publish(unfinished);
+        }
         owned::make_parent(path, &self.user)
             .map_err(|why| Refusal::io("making the parent of", path, &why))?;
         let created = OpenOptions::new().write(true).create_new(true).mode(FILE_MODE).open(path);
@@ -113,8 +124,7 @@ impl Target {
             if file.metadata()?.mode() & 0o777 != FILE_MODE {
                 file.set_permissions(std::fs::Permissions::from_mode(FILE_MODE))?;
             }
-            file.write_all(content)?;
-            if self.tags.is_empty() { Ok(()) } else { metadata::replace(&file, &self.tags) }
+            file.write_all(content)
         })();
         written.map_err(|why: io::Error| {
             let _ = std::fs::remove_file(path);
@@ -157,17 +167,19 @@ impl Target {
 
     /// Makes a finished file the target.
     pub fn publish(&self, mut finished: Unfinished) -> Result<(), Refusal> {
-        if let Place::New(path) = self.place()? {
-            let taken = self.take_name(&mut finished, &path).map_err(|why| self.failed(&why))?;
-            if taken {
-                return Ok(());
-            }
+        let bytes = finished.file.metadata().map_err(|why| self.failed(&why))?.len();
+        if let Place::New(path) = self.place()?
+            && self.take_name(&mut finished, &path).map_err(|why| self.failed(&why))?
+        {
+            return Ok(());
         }
-        // There is one: its content changes, it stays the same file.
+        // There is one, or somebody was faster.
         let Place::Existing(path, meta) = self.place()? else {
             return Err(self.failed(&io::ErrorKind::ResourceBusy.into()));
         };
-        let bytes = finished.file.metadata().map_err(|why| self.failed(&why))?.len();
+        if bytes >= REPLACE_BYTES_MIN && meta.is_file() && meta.nlink() == 1 {
+            return self.take_place(&mut finished, &path, &meta).map_err(|why| self.failed(&why));
+        }
         self.overwrite(&path, &meta, bytes, |file| {
             finished.file.rewind()?;
             transfer::append(&finished.file, file).map(drop)
@@ -176,11 +188,7 @@ impl Target {
 
     /// False: the name was taken by somebody else meanwhile.
     fn take_name(&self, finished: &mut Unfinished, path: &Path) -> io::Result<bool> {
-        let file = &finished.file;
-        if !self.tags.is_empty() {
-            metadata::replace(file, &self.tags)?;
-        }
-        file.set_permissions(std::fs::Permissions::from_mode(FILE_MODE))?;
+        self.prepare(&finished.file, FILE_MODE)?;
         match rustix::fs::renameat_with(CWD, &finished.path, CWD, path, RenameFlags::NOREPLACE) {
             Ok(()) => {}
             Err(Errno::EXIST) => return Ok(false),
@@ -194,11 +202,28 @@ impl Target {
             }
             Err(why) => return Err(why.into()),
         }
+        self.hand_over(finished).map(|()| true)
+    }
+
+    fn take_place(&self, finished: &mut Unfinished, path: &Path, old: &Metadata) -> io::Result<()> {
+        self.prepare(&finished.file, old.mode() & 0o777)?;
+        std::fs::rename(&finished.path, path)?;
+        metadata::forget(old);
+        self.hand_over(finished)
+    }
+
+    fn prepare(&self, file: &File, mode: u32) -> io::Result<()> {
+        if !self.tags.is_empty() {
+            metadata::replace(file, &self.tags)?;
+        }
+        file.set_permissions(std::fs::Permissions::from_mode(mode))
+    }
+
+    /// The events that belong to a written file under its name: given to the user, and written.
+    fn hand_over(&self, finished: &mut Unfinished) -> io::Result<()> {
         finished.published = true;
-        // The events that belong to a written file: the user's, and written.
-        fchown(file, Some(self.user.uid), Some(self.user.gid))?;
-        touch_last_byte(file)?;
-        Ok(true)
+        fchown(&finished.file, Some(self.user.uid), Some(self.user.gid))?;
+        touch_last_byte(&finished.file)
     }
 }
 

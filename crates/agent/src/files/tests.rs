@@ -1,5 +1,6 @@
 //! `/files` over HTTP, as clients call it.
 
+use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
@@ -20,7 +21,10 @@ const LARGE: usize = (5 << 20) + 7;
 
 /// Bytes that show where they come from.
 fn pattern(length: usize) -> Vec<u8> {
-    (0..length).map(|at| u8::try_from((at ^ (at >> 8) ^ (at >> 16)) % 251).unwrap()).collect()
+    // Longer than any buffer, and of a length that divides none.
+    let cycle: Vec<u8> =
+        (0..1_000_003_usize).map(|at| u8::try_from((at ^ (at >> 8)) % 251).unwrap()).collect();
+    cycle.iter().copied().cycle().take(length).collect()
 }
 
 fn gzip(content: &[u8]) -> Vec<u8> {
@@ -188,6 +192,26 @@ async fn an_existing_file_stays_the_same_file() {
         assert_eq!(std::fs::read(served.at("other-name")).unwrap(), content);
         assert_eq!(names(served.dir()), ["f", "other-name"]);
     }
+}
+
+#[tokio::test]
+async fn very_large_content_takes_an_existing_files_place() {
+    let served = Served::start().await;
+    let content = pattern(usize::try_from(super::target::REPLACE_BYTES_MIN).unwrap());
+    for (links, same) in [(1, false), (2, true)] {
+        std::fs::write(served.at("f"), "old").unwrap();
+        std::fs::set_permissions(served.at("f"), std::fs::Permissions::from_mode(0o755)).unwrap();
+        if links == 2 {
+            std::fs::hard_link(served.at("f"), served.at("other-name")).unwrap();
+        }
+        let before = File::open(served.at("f")).unwrap();
+        assert_eq!(served.put("f", content.clone()).await.status, 200);
+        let after = served.at("f").metadata().unwrap();
+        assert_eq!(after.ino() == before.metadata().unwrap().ino(), same);
+        assert_eq!(after.mode() & 0o777, 0o755);
+        assert!(std::fs::read(served.at("f")).unwrap() == content);
+    }
+    assert_eq!(names(served.dir()), ["f", "other-name"]);
 }
 
 #[tokio::test]

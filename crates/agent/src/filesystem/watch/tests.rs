@@ -38,6 +38,9 @@ async fn writing_a_file_is_three_events() {
         assert!(events.starts_with(&[Write, Chmod, Write]), "{events:?}");
         assert!(events[2..].iter().all(|what| *what == Write), "{events:?}");
     }
+    let headers = [("content-type", "application/octet-stream"), ("x-metadata-k", "v")];
+    served.send(http::Method::POST, &served.files("tagged", ""), &headers, "x").await;
+    assert_eq!(served.events(&watcher).await, [Create, Chmod, Write].map(|what| ("tagged".to_owned(), what)));
     assert_eq!(served.events(&watcher).await, []);
 }
 
