@@ -49,7 +49,8 @@ pub struct Woken {
     pub generation: Generation,
     /// What could not be refreshed, in words: goes into the receipt.
     pub notes: Vec<String>,
-    /// True when the kernel's random source took the entropy.
+    /// True when the random numbers that follow are new: the kernel took the entropy, or its source
+    /// is the host's.
     pub reseeded: bool,
 }
 

@@ -20,7 +20,8 @@ const CLOCK_ERROR_NOTED: Duration = Duration::from_secs(1);
 const HOSTS_BEGIN: &str = "# dormouse: this sandbox";
 const HOSTS_END: &str = "# dormouse: end";
 
-/// True when the kernel took the bytes.
+/// True when the random numbers that follow are new ones: the kernel took the bytes, or draws from the
+/// host's source.
 pub fn refresh_random(entropy: &[u8; ENTROPY_BYTES], notes: &mut Vec<String>) -> bool {
     match reseed(entropy) {
         Ok(()) => true,
@@ -30,7 +31,7 @@ pub fn refresh_random(entropy: &[u8; ENTROPY_BYTES], notes: &mut Vec<String>) ->
                  no reseed"
                     .to_owned(),
             );
-            false
+            true
         }
         Err(why) => {
             notes.push(format!("the kernel's random source was not reseeded: {why}"));
