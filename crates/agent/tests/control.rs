@@ -1,5 +1,7 @@
 //! The control service, tokens, awake locks and shutdown, against the agent's executable.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests, too")]
+
 mod support;
 
 use std::collections::BTreeMap;

@@ -1,5 +1,7 @@
 //! process.Process against the agent's executable.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests, too")]
+
 mod support;
 
 use dormouse_wire::envd::connect::{Code, Error, message};
