@@ -18,7 +18,8 @@ use dormouse_snapshot::Digest;
 /// More threads than this read no faster and would take the machine from the sandboxes.
 pub const DIGEST_THREADS_MAX: usize = 8;
 
-const BLOCK_BYTES: usize = 1 << 20;
+/// Large enough that two threads in turn still read ahead on the disk.
+const BLOCK_BYTES: usize = 4 << 20;
 
 /// Digest and length of the file. `cancel` ends it early with `ErrorKind::Interrupted`.
 pub fn digest_file(file: &File, cancel: &AtomicBool) -> io::Result<(Digest, u64)> {
@@ -129,7 +130,7 @@ mod tests {
     #[test]
     fn cancelled_is_an_error() {
         let file = tempfile::tempfile().unwrap();
-        file.set_len(4 << 20).unwrap();
+        file.set_len(16 << 20).unwrap();
         let error = digest_file(&file, &AtomicBool::new(true)).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::Interrupted);
     }

@@ -4,19 +4,18 @@
 //! folder is synced → rename → the folder is synced. A crash before the rename leaves nothing that
 //! counts, one after it leaves the whole snapshot.
 
-use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-use dormouse_snapshot::{Digest, FileEntry, FileRole, Manifest};
+use dormouse_snapshot::{FileEntry, FileRole, Manifest};
 use dormouse_types::SnapshotId;
 use rustix::fs::{FallocateFlags, OFlags};
 
 use crate::error::{BeginError, PublishError};
-use crate::tail::Tail;
+use crate::flush::Flusher;
 use crate::{MANIFEST, MANIFEST_TMP, digest, fs};
 
 /// Taken at the start and given to the manifest at the end: a disk that runs full in between fails the
@@ -37,7 +36,7 @@ pub struct Draft {
     id: SnapshotId,
     dir: PathBuf,
     published: bool,
-    tails: BTreeMap<String, Tail>,
+    flushers: Vec<Flusher>,
 }
 
 impl Draft {
@@ -49,7 +48,7 @@ impl Draft {
             _ => BeginError::Io { path: dir.clone(), source },
         };
         DirBuilder::new().mode(0o700).create(&dir).map_err(failed)?;
-        let draft = Self { id: id.clone(), dir: dir.clone(), published: false, tails: BTreeMap::new() };
+        let draft = Self { id: id.clone(), dir: dir.clone(), published: false, flushers: Vec::new() };
         draft.reserve().and_then(|()| fs::sync_dir(store)).map_err(failed)?;
         Ok(draft)
     }
@@ -74,13 +73,18 @@ impl Draft {
         &self.dir
     }
 
-    /// Hashes the file `name` while it is being written, to be called before the writer starts. The
-    /// writer must only append to it; otherwise leave this out, and `publish` hashes the file.
-    pub fn digest_while_written(&mut self, name: &str) {
-        match Tail::start(self.dir.join(name)) {
-            Ok(tail) => drop(self.tails.insert(name.to_owned(), tail)),
-            Err(error) => tracing::warn!(%error, name, "no thread to hash the file beside its writer"),
+    /// Sends the file `name` to the disk while it is being written: for a large one, through the page
+    /// cache. To be called before the writer starts.
+    pub fn flush_while_written(&mut self, name: &str) {
+        match Flusher::start(self.dir.join(name)) {
+            Ok(flusher) => self.flushers.push(flusher),
+            Err(error) => tracing::warn!(%error, name, "no thread to flush the file beside its writer"),
         }
+    }
+
+    /// The former name of [`Draft::flush_while_written`].
+    pub fn digest_while_written(&mut self, name: &str) {
+        self.flush_while_written(name);
     }
 
     /// Makes the snapshot exist, with `files` (their writers have ended) as its content. The manifest's
@@ -129,6 +133,7 @@ impl Draft {
 
     /// Lengths and digests of the files, and all of them on the disk.
     fn seal(&mut self, files: &[(&str, FileRole)]) -> Result<Vec<FileEntry>, PublishError> {
+        self.flushers.clear();
         let opened = files
             .iter()
             .map(|(name, role)| Ok((*name, *role, open_plain(&self.dir, name)?)))
@@ -142,9 +147,8 @@ impl Draft {
             });
             let mut entries = Vec::with_capacity(opened.len());
             for (name, role, file) in &opened {
-                let followed = self.tails.remove(*name).and_then(|tail| tail.finish(file));
-                let (digest, bytes) =
-                    hash(followed, file).map_err(|source| io_error("hash", &self.dir.join(name), source))?;
+                let (digest, bytes) = digest::digest_file(file, &AtomicBool::new(false))
+                    .map_err(|source| io_error("hash", &self.dir.join(name), source))?;
                 entries.push(FileEntry { name: (*name).to_owned(), role: *role, bytes, digest });
             }
             let flushed = flush.join();
@@ -156,20 +160,13 @@ impl Draft {
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        self.tails.clear();
+        self.flushers.clear();
         if !self.published
             && let Err(error) = std::fs::remove_dir_all(&self.dir)
         {
             let path = self.dir.display();
             tracing::warn!(%error, %path, "an unfinished snapshot stays until the next start");
         }
-    }
-}
-
-fn hash(followed: Option<(Digest, u64)>, file: &File) -> io::Result<(Digest, u64)> {
-    match followed {
-        Some(found) => Ok(found),
-        None => digest::digest_file(file, &AtomicBool::new(false)),
     }
 }
 

@@ -13,9 +13,9 @@
 mod digest;
 mod draft;
 mod error;
+mod flush;
 mod fs;
 mod open;
-mod tail;
 mod verify;
 
 use std::fs::File;
