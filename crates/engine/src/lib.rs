@@ -36,6 +36,12 @@ pub trait Engine: Send + Sync + 'static {
         &[]
     }
 
+    /// True: what a sandbox reads as randomness comes from this host's kernel at the moment it is read,
+    /// so that copies differ without a reseed (gVisor has no generator of its own).
+    fn random_from_host(&self) -> bool {
+        self.kind() == EngineKind::Gvisor
+    }
+
     /// What a snapshot taken here now needs of the host that restores it.
     fn compat(&self) -> Compat;
 

@@ -29,6 +29,7 @@ pub struct Launched {
     from_pool: bool,
     restored: bool,
     new_identity: bool,
+    random_from_host: bool,
 }
 
 /// It was not started, and nothing of it is left.
@@ -80,7 +81,7 @@ impl Launched {
             ])),
             (Session::New, _) => receipt.dropped.extend(words(&["client streams", "outbound connections"])),
         }
-        if !self.woken.reseeded {
+        if !self.woken.reseeded && !self.random_from_host {
             receipt.dropped.push("randomness: the kernel inside did not take new entropy".to_owned());
         }
         if self.woken.control_version != CONTROL_VERSION {
@@ -91,7 +92,8 @@ impl Launched {
         if self.from_pool {
             receipt.shared.push("a prepared runtime was used".to_owned());
         }
-        receipt.dropped.extend(self.woken.notes.iter().cloned());
+        let about_random = |note: &&String| self.random_from_host && note.starts_with("the random source");
+        receipt.dropped.extend(self.woken.notes.iter().filter(|note| !about_random(note)).cloned());
         receipt
     }
 }
@@ -118,6 +120,7 @@ impl Job {
             from_pool: false,
             restored: false,
             new_identity: true,
+            random_from_host: self.engine.random_from_host(),
         })
     }
 
@@ -150,7 +153,7 @@ impl Job {
         // Whoever's memory it is, it shall not take itself for another.
         let foreign = manifest.sandbox != self.order.info.id;
         let woken = self.wake_or_stop(&self.wake(birth, foreign)).await?;
-        if foreign && !woken.reseeded {
+        if foreign && !woken.reseeded && !self.engine.random_from_host() {
             self.stop_new().await;
             let message =
                 "the agent inside did not confirm new randomness; the copy was not served".to_owned();
@@ -163,6 +166,7 @@ impl Job {
             from_pool: restored.from_pool,
             restored: true,
             new_identity: foreign,
+            random_from_host: self.engine.random_from_host(),
         })
     }
 
