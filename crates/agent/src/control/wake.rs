@@ -36,7 +36,8 @@ pub async fn wake(State(control): State<Control>, request: Request) -> Response 
     };
     let _one_at_a_time = control.waking.lock().await;
     let current = control.ctx.settings().generation;
-    if wake.generation < current {
+    // Another identity counts its own restores, from the start.
+    if !wake.new_identity && wake.generation < current {
         let why = format!("a wake for generation {} is stale: this is generation {current}", wake.generation);
         return failed(StatusCode::CONFLICT, &why);
     }
