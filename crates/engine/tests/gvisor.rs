@@ -125,7 +125,7 @@ async fn goes_on(cgroups: bool, rounds: u32) {
     assert_eq!(seen.ask(&mut talk, "sum"), sum);
     assert_eq!(seen.ask(&mut talk, "read /root/note"), "kept");
     let now: u64 = seen.ask(&mut talk, "count").parse().unwrap();
-    assert!(now > count, "the counter began anew");
+    assert!(now >= count, "the counter began anew");
     lab.engine.shutdown().await;
     lab.engine.destroy(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
 }
@@ -171,7 +171,7 @@ async fn a_checkpoint_that_fails_leaves_the_sandbox_as_it_was() {
         std::fs::write(image.join("checkpoint.img"), "taken").unwrap();
         let error = lab.engine.checkpoint(&sandbox.id, &sandbox.runtime, &image, after).await.unwrap_err();
         assert!(matches!(error.failure, Failure::Command { .. }), "{error}");
-        assert!(talk.number("count") > count);
+        assert!(talk.number("count") >= count);
         let adopted = lab.engine.adopt(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
         assert_eq!(adopted.runtime, RuntimeState::Running);
     }
@@ -181,7 +181,7 @@ async fn a_checkpoint_that_fails_leaves_the_sandbox_as_it_was() {
     let adopted = lab.engine.adopt(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
     assert_eq!(adopted.runtime, RuntimeState::Frozen);
     lab.engine.thaw(&sandbox.id, &sandbox.runtime).await.unwrap();
-    assert!(talk.number("count") > count);
+    assert!(talk.number("count") >= count);
     lab.engine.destroy(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
 }
 

@@ -9,6 +9,10 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
+/// How long a process may take to stop: one in an uninterruptible wait takes as long as that.
+const STOP_MAX: Duration = Duration::from_secs(10);
+const STOP_STEP: Duration = Duration::from_millis(1);
+
 /// A process and when it started: a reused process id is not the same process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Identity {
@@ -151,11 +155,14 @@ pub fn arguments(pid: u32) -> Vec<String> {
         .collect()
 }
 
-/// True when the process is stopped by a signal (state `T`).
+/// True when no thread of the process runs until a signal says so (states `T`, `t`), or it has ended.
 #[must_use]
 pub fn is_stopped(pid: u32) -> bool {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    text.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'))
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return true };
+    tasks.flatten().all(|task| {
+        let text = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        text.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['T', 't', 'Z', 'X']))
+    })
 }
 
 /// CPU time of the processes so far, microseconds (user and system, at the kernel's tick of 10 ms).
@@ -194,9 +201,18 @@ fn signal(pids: &[u32], signal: Signal) -> io::Result<()> {
     Ok(())
 }
 
-/// SIGSTOP to each, in order.
+/// SIGSTOP to each, in order; returns when none of them runs any more.
 pub fn stop(pids: &[u32]) -> io::Result<()> {
-    signal(pids, Signal::STOP)
+    signal(pids, Signal::STOP)?;
+    let until = Instant::now() + STOP_MAX;
+    while !pids.iter().all(|pid| is_stopped(*pid)) {
+        if Instant::now() > until {
+            let why = format!("a process did not stop within {} s", STOP_MAX.as_secs());
+            return Err(io::Error::new(io::ErrorKind::TimedOut, why));
+        }
+        std::thread::sleep(STOP_STEP);
+    }
+    Ok(())
 }
 
 /// SIGCONT to each, in order.
@@ -216,6 +232,7 @@ mod tests {
         assert!(identity.is_alive());
         assert!(tree(&[std::process::id()]).contains(&child.id()));
         stop(&[child.id()]).unwrap();
+        assert!(is_stopped(child.id()));
         resume(&[child.id()]).unwrap();
         let handle = identity.open().unwrap();
         assert!(!handle.has_ended());

@@ -165,15 +165,19 @@ impl Container {
         if let Some(procs) = self.group.as_ref().and_then(|group| group.procs().ok()) {
             return procs;
         }
-        let roots: Vec<u32> = match self.meta().and_then(|meta| meta.processes) {
+        process::tree(&self.roots())
+    }
+
+    /// The sandbox process and the gofer.
+    fn roots(&self) -> Vec<u32> {
+        match self.meta().and_then(|meta| meta.processes) {
             Some(known) => [known.sandbox, known.gofer]
                 .iter()
                 .filter(|process| process.is_alive())
                 .map(|process| process.pid)
                 .collect(),
             None => self.processes_by_argument(),
-        };
-        process::tree(&roots)
+        }
     }
 
     /// Whoever was started with this container's folder, recorded or not.
@@ -186,8 +190,8 @@ impl Container {
     pub fn freeze(&self) -> Result<(), Failure> {
         match &self.group {
             Some(group) => group.freeze(),
-            // Parents first: a stopped sentry starts nothing new.
-            None => process::stop(&self.processes()),
+            // The sandbox process first: once it is stopped, what the tree shows is all there is.
+            None => process::stop(&self.roots()).and_then(|()| process::stop(&self.processes())),
         }
         .map_err(io_failure("freeze the processes of", &self.dir))
     }
