@@ -201,7 +201,7 @@ fn build(hub: &Arc<Hub>, info: SandboxInfo, machine: Machine, birth: Option<Birt
 /// `info.parent` is what it is made of; `None`: it boots.
 pub fn prepare(hub: &Arc<Hub>, info: SandboxInfo, timeout_ms: i64, birth: Birth) -> (Unborn, Handle) {
     let (mut machine, actions) =
-        Machine::create(1, hub.now_ms(), timeout_ms, info.on_timeout, info.auto_resume);
+        Machine::create(1, info.generation, hub.now_ms(), timeout_ms, info.on_timeout, info.auto_resume);
     machine.head.clone_from(&info.parent);
     let (mut actor, handle) = build(hub, info, machine, Some(birth));
     let (answer, made) = oneshot::channel();

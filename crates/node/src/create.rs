@@ -261,6 +261,10 @@ async fn make_asked(
     env.extend(request.env.clone());
     let idle =
         if request.idle == crate::model::IdlePolicy::default() { hub.config.idle } else { request.idle };
+    let generation = match &source.snapshot {
+        Some(snapshot) => retention::load(hub, snapshot).await?.generation,
+        None => Generation(0),
+    };
     let now = hub.now();
     let info = SandboxInfo {
         hostname: id.to_string(),
@@ -272,7 +276,7 @@ async fn make_asked(
         parent: source.snapshot,
         forked_from: None,
         runtime: None,
-        generation: Generation(0),
+        generation,
         shape: request.shape.unwrap_or(source.template.shape),
         access_token: random_hex(32),
         metadata: request.metadata.clone(),
@@ -389,7 +393,6 @@ async fn fork_into(
             parent: Some(snapshot.clone()),
             forked_from: Some(taken.info.id.clone()),
             runtime: None,
-            generation: Generation(0),
             access_token: random_hex(32),
             started_at: now,
             ..taken.info.clone()

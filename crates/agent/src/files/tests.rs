@@ -60,8 +60,10 @@ fn form(files: &[(&str, &[u8])]) -> Vec<u8> {
     body
 }
 
-const FORM: (&str, &str) = ("content-type", "multipart/form-data; boundary=B");
-const OCTETS: (&str, &str) = ("content-type", "application/octet-stream");
+type Header = (&'static str, &'static str);
+
+const FORM: Header = ("content-type", "multipart/form-data; boundary=B");
+const OCTETS: Header = ("content-type", "application/octet-stream");
 
 async fn post(served: &Served, uri: &str, headers: &[(&str, &str)], body: impl Into<Body>) -> Answer {
     served.send(Method::POST, uri, headers, body).await
@@ -152,7 +154,7 @@ async fn what_cannot_be_written_is_refused() {
         served.at("dir/../same").to_str().unwrap().to_owned(),
     ];
     let twice = [(same[0].as_str(), &b"1"[..]), (same[1].as_str(), b"2")];
-    let requests: Vec<(String, (&str, &str), Vec<u8>, u16)> = vec![
+    let requests: Vec<(String, Header, Vec<u8>, u16)> = vec![
         (served.files("dir", ""), OCTETS, b"x".to_vec(), 400),
         (served.files("f/below", ""), OCTETS, b"x".to_vec(), 400),
         (served.files("pipe", ""), OCTETS, b"x".to_vec(), 400),

@@ -223,10 +223,12 @@ pub enum Reply {
 }
 
 impl Machine {
-    /// A sandbox that is to be made; begins with [`Action::Begin`] of [`Work::Create`].
+    /// A sandbox that is to be made; begins with [`Action::Begin`] of [`Work::Create`]. `generation`: of
+    /// the memory that it starts from, which takes no older one.
     #[must_use]
     pub fn create(
         caller: Caller,
+        generation: Generation,
         now_ms: i64,
         timeout_ms: i64,
         on_timeout: OnTimeout,
@@ -234,8 +236,8 @@ impl Machine {
     ) -> (Self, Vec<Action>) {
         let machine = Self {
             phase: Phase::Busy(Busy { op: 1, work: Work::Create, caller, from: None }),
-            generation: Generation(0),
-            issued: Generation(1),
+            generation,
+            issued: generation.next(),
             head: None,
             carrier_broken: false,
             last_op: 1,

@@ -41,7 +41,7 @@ struct World {
 
 impl World {
     fn new(on_timeout: OnTimeout, auto_resume: bool) -> Self {
-        let (machine, actions) = Machine::create(1, 0, 1000, on_timeout, auto_resume);
+        let (machine, actions) = Machine::create(1, Generation(0), 0, 1000, on_timeout, auto_resume);
         let mut world = Self {
             machine,
             now_ms: 0,

@@ -226,6 +226,16 @@ async fn a_stream_ends_with_its_deadline() {
     assert_eq!(frames.end().await.as_deref(), Some("deadline_exceeded"));
 }
 
+/// More than may be watched at a time: each is let go with its client.
+#[tokio::test]
+async fn a_stream_whose_client_left_is_no_more() {
+    let served = Served::start().await;
+    for _ in 0..super::WATCHES_MAX + 20 {
+        let mut frames = Frames::open(&served, &[], json!({"path": served.dir()})).await;
+        assert!(matches!(frames.message().await, WatchDirResponse::Start(_)));
+    }
+}
+
 #[derive(Debug, Clone)]
 enum Step {
     Dirs(String),
@@ -258,11 +268,7 @@ proptest! {
         let mut follow = |tree: &mut Tree| {
             let mut twice = None;
             let empty = tree.drain(usize::MAX, &mut |change| match change.what {
-                Create => {
-                    if !known.insert(change.name.clone()) {
-                        twice = Some(change.name);
-                    }
-                }
+                Create if !known.insert(change.name.clone()) => twice = Some(change.name),
                 Remove => known.retain(|path| !path.starts_with(&change.name)),
                 _ => {}
             });
