@@ -24,9 +24,9 @@ pub const HOST_STREAMS_MAX: usize = 1024;
 /// Streams that the agent may have open towards the keeper (egress).
 pub const GUEST_STREAMS_MAX: usize = 512;
 pub const STREAM_WINDOW_BYTES: u32 = 64 << 10;
-pub const STREAM_WINDOW_BYTES_MAX: u32 = 512 << 10;
+pub const STREAM_WINDOW_BYTES_MAX: u32 = 2 << 20;
 /// All windows together may grow by this.
-pub const GROWTH_BYTES_MAX: u32 = 16 << 20;
+pub const GROWTH_BYTES_MAX: u32 = 32 << 20;
 /// What a stream holds of written but unsent bytes.
 pub const SEND_BYTES_MAX: usize = 256 << 10;
 /// Streams that were opened by the other side and not yet accepted.
