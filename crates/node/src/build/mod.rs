@@ -13,9 +13,10 @@ mod exec;
 mod flatten;
 mod steps;
 
+use std::path::Path;
 use std::sync::Arc;
 
-use dormouse_image::template::{Base, BuildPlan, Probe, Ready, Template};
+use dormouse_image::template::{Base, BuildPlan, Probe, Ready, StepKind, Template};
 use dormouse_image::{DebianSpec, Image, Limits, OciSource};
 use dormouse_snapshot::Reason;
 use dormouse_types::{BuildId, EngineKind, Generation, SandboxId, SnapshotId, TemplateId, random_hex};
@@ -193,7 +194,11 @@ impl Build {
                 }
             }
         }
-        let Some(last) = plan.steps.last().filter(|_| done < plan.steps.len()) else { return Ok(from) };
+        let root = self.hub.rootfs(&from);
+        if plan.steps[done..].iter().all(|step| changes_nothing(&root, &step.kind)) {
+            return Ok(from);
+        }
+        let Some(last) = plan.steps.last() else { return Ok(from) };
         let info = self.builder(plan, from, "build");
         let (info, _) = self.start(info).await?;
         let built = self.steps(plan, done, &info).await;
@@ -342,6 +347,17 @@ impl Build {
     }
 }
 
+/// A folder that is there already needs no sandbox to be made in.
+fn changes_nothing(root: &Path, step: &StepKind) -> bool {
+    let StepKind::Workdir { path, .. } = step else { return false };
+    let mut at = root.to_owned();
+    // Part by part: a link could lead out of the root file system.
+    path.split('/').filter(|part| !part.is_empty()).all(|part| {
+        at.push(part);
+        part != ".." && std::fs::symlink_metadata(&at).is_ok_and(|meta| meta.is_dir())
+    })
+}
+
 fn some(text: &str) -> Option<String> {
     (!text.is_empty()).then(|| text.to_owned())
 }
@@ -370,4 +386,22 @@ fn chain(error: &dyn std::error::Error) -> String {
 fn step_failed(plan: &BuildPlan, index: usize, why: &str) -> NodeError {
     let step = &plan.steps[index];
     NodeError::new(ErrorCode::Failed, format!("line {} ({}): {why}", step.line, step.text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_folder_that_is_there_changes_nothing() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(root.path().join("home/user")).unwrap();
+        std::os::unix::fs::symlink("/etc", root.path().join("out")).unwrap();
+        let nothing = |path: &str| {
+            let step = StepKind::Workdir { path: path.to_owned(), user: "user".to_owned() };
+            changes_nothing(root.path(), &step)
+        };
+        assert!(nothing("/home/user") && nothing("/"));
+        assert!(!nothing("/home/other") && !nothing("/out") && !nothing("/home/../home/user"));
+    }
 }
