@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! 0  magic "DORMOUSE"   8  format version u16   10 engine u8   11 architecture u8
-//! 12 body length u32    16 BLAKE3 of the body (32 bytes)       48 zero (16 bytes)
+//! 12 body length u32    16 BLAKE3 of bytes 0..16 and the body (32 bytes)     48 zero (16 bytes)
 //! ```
 
 use dormouse_types::EngineKind;
@@ -18,7 +18,8 @@ pub struct Header {
     pub engine: EngineKind,
     pub arch: u8,
     pub body_bytes: u32,
-    pub body_digest: [u8; 32],
+    /// Of what stands before it and of the body: neither changes unnoticed.
+    pub digest: [u8; 32],
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -49,8 +50,16 @@ impl Header {
         };
         bytes[11] = self.arch;
         bytes[12..16].copy_from_slice(&self.body_bytes.to_le_bytes());
-        bytes[16..48].copy_from_slice(&self.body_digest);
+        bytes[16..48].copy_from_slice(&self.digest);
         bytes
+    }
+
+    /// What `digest` must be for this header and body.
+    #[must_use]
+    pub fn digest_with(&self, body: &[u8]) -> [u8; 32] {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&self.encode()[..16]).update(body);
+        *hasher.finalize().as_bytes()
     }
 
     pub fn decode(bytes: &[u8]) -> Result<Self, HeaderError> {
@@ -75,9 +84,9 @@ impl Header {
         if fixed[48..].iter().any(|byte| *byte != 0) {
             return Err(HeaderError::Reserved);
         }
-        let mut body_digest = [0_u8; 32];
-        body_digest.copy_from_slice(&fixed[16..48]);
+        let mut digest = [0_u8; 32];
+        digest.copy_from_slice(&fixed[16..48]);
         let body_bytes = u32::from_le_bytes([fixed[12], fixed[13], fixed[14], fixed[15]]);
-        Ok(Self { version, engine, arch: fixed[11], body_bytes, body_digest })
+        Ok(Self { version, engine, arch: fixed[11], body_bytes, digest })
     }
 }

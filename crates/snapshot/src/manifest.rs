@@ -95,7 +95,7 @@ pub enum ManifestError {
     Header(HeaderError),
     #[error("the body has {given} bytes, the header says {expected}")]
     Length { given: usize, expected: usize },
-    #[error("the body does not match its digest: the file is damaged")]
+    #[error("the content does not match its digest: the file is damaged")]
     Digest,
     #[error("the body cannot be decoded: {0}")]
     Body(String),
@@ -112,13 +112,14 @@ impl Manifest {
             .ok()
             .filter(|bytes| *bytes as usize <= BODY_BYTES_MAX)
             .ok_or_else(|| ManifestError::Body(format!("{} bytes are too many", body.len())))?;
-        let header = Header {
+        let mut header = Header {
             version: FORMAT_VERSION,
             engine: self.engine,
             arch: ARCH_X86_64,
             body_bytes,
-            body_digest: *blake3::hash(&body).as_bytes(),
+            digest: [0; 32],
         };
+        header.digest = header.digest_with(&body);
         let mut bytes = header.encode().to_vec();
         bytes.extend_from_slice(&body);
         Ok(bytes)
@@ -132,7 +133,7 @@ impl Manifest {
         if body.len() != expected || expected > BODY_BYTES_MAX {
             return Err(ManifestError::Length { given: body.len(), expected });
         }
-        if *blake3::hash(body).as_bytes() != header.body_digest {
+        if header.digest_with(body) != header.digest {
             return Err(ManifestError::Digest);
         }
         let raw: RawManifest =
