@@ -130,7 +130,8 @@ impl Server {
 
     /// `dormouse --json …`, and what it printed.
     pub fn cli(&self, args: &[&str]) -> anyhow::Result<Value> {
-        let text = self.text(&[args, &["--json"]].concat())?;
+        // Before the command: after a `--` it would be the command's own.
+        let text = self.text(&[&["--json"], args].concat())?;
         if text.trim().is_empty() {
             return Ok(Value::Null);
         }

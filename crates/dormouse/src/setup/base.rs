@@ -5,8 +5,8 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use dormouse_api::client::Client;
-use dormouse_api::dormouse::{BuildQuery, TemplateInfo};
+use dormouse_api::client::{Client, encode};
+use dormouse_api::dormouse::{BuildQuery, SnapshotInfo, TemplateInfo};
 
 use crate::cli::{CliError, Context, build_template, spinner};
 
@@ -107,7 +107,17 @@ async fn find(context: &Context) -> Result<Option<TemplateInfo>, CliError> {
         context.client()?.get("list the templates", "/dormouse/v1/templates").await?;
     // An alias may carry its tag.
     let is_base = |alias: &String| alias.split(':').next() == Some(NAME);
-    Ok(templates.into_iter().find(|template| template.aliases.iter().any(is_base)))
+    let Some(template) = templates.into_iter().find(|template| template.aliases.iter().any(is_base)) else {
+        return Ok(None);
+    };
+    // One whose snapshot is gone or was found damaged is of no use: it is built again.
+    let Some(snapshot) = &template.snapshot_id else { return Ok(Some(template)) };
+    let path = format!("/dormouse/v1/snapshots/{}", encode(snapshot));
+    match context.client()?.get::<SnapshotInfo>("look up the template's snapshot", &path).await {
+        Ok(_) => Ok(Some(template)),
+        Err(error) if error.status() == Some(404) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Whether the default template is there, without starting anything: a folder that no daemon was ever on has none.
