@@ -177,12 +177,15 @@ async fn shape(node: &Node, source: &str, asked: ShapeRequest) -> Result<Shape, 
 
 pub async fn get(app: Shared, Id(id): Id) -> Outcome {
     let info = app.node.get(&id).await?;
-    if let State::Failed { why } = &info.state {
-        // E2B's clients know running and paused; either would be a lie.
-        let message = format!("sandbox {id} failed: {why}; GET /dormouse/v1/sandboxes/{id} tells more");
-        return Err(Failure(ApiError::new(404, "sandbox_failed", message)));
+    // E2B's clients know running and paused; for what is neither, both would be a lie.
+    match &info.state {
+        State::Failed { why } => {
+            let message = format!("sandbox {id} failed: {why}; GET /dormouse/v1/sandboxes/{id} tells more");
+            Err(Failure(ApiError::new(404, "sandbox_failed", message)))
+        }
+        State::Killed => Err(Failure(ApiError::not_found(format!("sandbox {id} was killed")))),
+        _ => Ok(reply::json(200, &convert::detail(&info, &app.domain))),
     }
-    Ok(reply::json(200, &convert::detail(&info, &app.domain)))
 }
 
 pub async fn kill(app: Shared, Id(id): Id) -> Outcome {
