@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use dormouse_types::{SandboxId, SnapshotId, Timestamp};
 
-use crate::error::NodeError;
+use crate::error::{ErrorCode, NodeError};
 use crate::hub::Hub;
 use crate::journal::SnapshotRow;
 use crate::model::{LineageEntry, LineageKind, SandboxInfo};
@@ -91,7 +91,11 @@ pub async fn lineage(hub: &Hub, id: Option<&SandboxId>) -> Result<Vec<LineageEnt
             Some(template) => {
                 format!("template {}", template.info.aliases.first().unwrap_or(&template.info.build))
             }
-            None => label(hub, row).await,
+            // One that is being removed at this moment is left out.
+            None => match label(hub, row).await {
+                Some(label) => label,
+                None => continue,
+            },
         };
         entries.push(LineageEntry {
             kind: if template.is_some() { LineageKind::Template } else { LineageKind::Snapshot },
@@ -133,13 +137,14 @@ fn belongs(
     })
 }
 
-async fn label(hub: &Hub, row: &SnapshotRow) -> String {
+async fn label(hub: &Hub, row: &SnapshotRow) -> Option<String> {
     let reason = match crate::retention::load(hub, &row.id).await {
         Ok(manifest) => manifest.reason.as_str().to_owned(),
+        Err(error) if error.code == ErrorCode::NotFound => return None,
         Err(_) => "unreadable".to_owned(),
     };
     let names = if row.names.is_empty() { String::new() } else { format!(" {}", row.names.join(", ")) };
-    format!("{reason}{names} of {}", row.sandbox)
+    Some(format!("{reason}{names} of {}", row.sandbox))
 }
 
 fn state_word(info: &SandboxInfo) -> String {
