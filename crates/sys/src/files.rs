@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use rustix::io::{Errno, ReadWriteFlags};
@@ -24,6 +24,14 @@ pub fn is_cached(file: &File) -> io::Result<bool> {
         }
     }
     Ok(true)
+}
+
+/// Whether the file can be read and written past the page cache (`O_DIRECT`, open(2)): not every file
+/// system can.
+#[must_use]
+pub fn takes_direct(path: &Path) -> bool {
+    let flags = i32::try_from(rustix::fs::OFlags::DIRECT.bits()).unwrap_or_default();
+    File::options().read(true).custom_flags(flags).open(path).is_ok()
 }
 
 /// Bytes that may still be written to the file system that holds `path`.
@@ -64,6 +72,7 @@ mod tests {
         std::fs::write(&path, vec![7_u8; 1 << 20]).unwrap();
         let file = File::open(&path).unwrap();
         assert!(is_cached(&file).unwrap());
+        assert!(!takes_direct(&path.with_extension("none")));
         assert!(disk_bytes(&path).is_ok());
         std::fs::remove_file(&path).unwrap();
     }

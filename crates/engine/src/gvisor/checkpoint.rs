@@ -97,7 +97,7 @@ impl Taken {
             return Err(Failure::NoSpace { path: self.into.clone() });
         }
         let before = Before {
-            direct: bytes > available_memory() / CACHE_SHARE,
+            direct: bytes > available_memory() / CACHE_SHARE && takes_direct(&self.into)?,
             was_frozen: self.container.is_frozen(),
             agent_digest: meta.agent_digest,
             started: Instant::now(),
@@ -248,7 +248,15 @@ pub(super) fn inspect(image: &Path) -> Result<bool, Failure> {
     let pages = image.join("pages.img");
     let file = File::open(&pages).map_err(io_failure("open", &pages))?;
     let cached = dormouse_sys::files::is_cached(&file).map_err(io_failure("read", &pages))?;
-    Ok(!cached)
+    Ok(!cached && dormouse_sys::files::takes_direct(&pages))
+}
+
+fn takes_direct(into: &Path) -> Result<bool, Failure> {
+    let path = into.join(ROOM);
+    std::fs::write(&path, []).map_err(io_failure("write", &path))?;
+    let takes = dormouse_sys::files::takes_direct(&path);
+    std::fs::remove_file(&path).map_err(io_failure("remove", &path))?;
+    Ok(takes)
 }
 
 fn available_memory() -> u64 {

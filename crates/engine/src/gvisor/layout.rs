@@ -9,7 +9,9 @@
 //! ```
 //! In every cgroup hierarchy: `dormouse-<hash of the data folder>/<container>`.
 
+use std::fs::Permissions;
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use dormouse_types::{RuntimeId, SandboxId};
@@ -29,6 +31,11 @@ impl Layout {
         let layout = Self { data_dir };
         for dir in [layout.containers(), layout.runtimes(), layout.files(), layout.keepers()] {
             std::fs::create_dir_all(&dir).map_err(io_failure("make the folder", &dir))?;
+        }
+        // Below them lie sockets that command a sandbox, and bytes on their way to and from it.
+        for dir in [layout.data_dir.join("gvisor"), layout.keepers()] {
+            std::fs::set_permissions(&dir, Permissions::from_mode(0o700))
+                .map_err(io_failure("close to others the folder", &dir))?;
         }
         Ok(layout)
     }
