@@ -54,13 +54,18 @@ fn refuse_cold_boot(memory: Option<bool>) -> Result<(), ApiError> {
 }
 
 pub async fn resume(app: Shared, Id(id): Id, Json(asked): Json<ResumeRequest>) -> Outcome {
-    let timeout_s = checked_resume(&app, &id, &asked).await?;
+    let timeout_s = checked_resume(&app, &id, &asked, TIMEOUT_V1_DEFAULT_S).await?;
     app.node.resume(&id, Some(timeout_s)).await?;
     let info = app.node.get(&id).await?;
     Ok(reply::json(201, &convert::sandbox(&info, &app.domain)))
 }
 
-pub async fn checked_resume(app: &App, id: &SandboxId, asked: &ResumeRequest) -> Result<u32, Failure> {
+pub async fn checked_resume(
+    app: &App,
+    id: &SandboxId,
+    asked: &ResumeRequest,
+    default_s: u32,
+) -> Result<u32, Failure> {
     refuse_cold_boot(asked.memory)?;
     if let Some(pause) = asked.auto_pause {
         let now = app.node.get(id).await?.on_timeout == OnTimeout::Pause;
@@ -71,7 +76,7 @@ pub async fn checked_resume(app: &App, id: &SandboxId, asked: &ResumeRequest) ->
             )));
         }
     }
-    Ok(seconds("timeout", asked.timeout, TIMEOUT_V1_DEFAULT_S)?)
+    Ok(seconds("timeout", asked.timeout, default_s)?)
 }
 
 pub async fn connect_v1(app: Shared, Id(id): Id, Json(asked): Json<ConnectRequest>) -> Outcome {

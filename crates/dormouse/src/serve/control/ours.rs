@@ -6,10 +6,9 @@ use axum::extract::State as Extracted;
 use dormouse_api::dormouse::{
     Checkpoint, ForkResult, IdlePolicy, Lineage, PauseResult, Receipt, Rollback, SandboxInfo, SnapshotInfo,
 };
-use dormouse_api::e2b::{
-    ForkRequest, PauseRequest, ResumeRequest, TIMEOUT_V1_DEFAULT_S, TIMEOUT_V2_DEFAULT_S,
-};
+use dormouse_api::e2b::{ForkRequest, PauseRequest, ResumeRequest, TIMEOUT_V2_DEFAULT_S};
 use dormouse_node::model::{SnapshotRequest, State, StateFilter};
+use dormouse_types::SandboxId;
 use http::StatusCode;
 
 use super::extract::{Asked, Id, Idempotency, Json, Segment, seconds};
@@ -18,7 +17,7 @@ use super::listing::{list_query, snapshots_query};
 use super::sandboxes;
 use crate::serve::app::App;
 use crate::serve::convert;
-use crate::serve::reply::{self, Outcome};
+use crate::serve::reply::{self, Failure, Outcome};
 
 type Shared = Extracted<Arc<App>>;
 
@@ -35,8 +34,14 @@ pub async fn get(app: Shared, Id(id): Id) -> Outcome {
     if matches!(info.state, State::Running) {
         told.why_awake = app.node.why_awake(&id).await?;
     }
-    told.receipts = app.node.receipts(&id).await?.iter().map(convert::receipt).collect();
+    told.receipts = latest_first(&app, &id).await?;
     Ok(reply::json(200, &told))
+}
+
+async fn latest_first(app: &App, id: &SandboxId) -> Result<Vec<Receipt>, Failure> {
+    let mut receipts: Vec<Receipt> = app.node.receipts(id).await?.iter().map(convert::receipt).collect();
+    receipts.sort_by_key(|receipt| std::cmp::Reverse(receipt.at));
+    Ok(receipts)
 }
 
 pub async fn pause(app: Shared, Id(id): Id, Json(asked): Json<PauseRequest>) -> Outcome {
@@ -46,13 +51,7 @@ pub async fn pause(app: Shared, Id(id): Id, Json(asked): Json<PauseRequest>) -> 
 }
 
 pub async fn resume(app: Shared, Id(id): Id, Json(asked): Json<ResumeRequest>) -> Outcome {
-    let timeout_s = match asked.timeout {
-        Some(_) => checked_resume(&app, &id, &asked).await?,
-        None => {
-            checked_resume(&app, &id, &asked).await?;
-            TIMEOUT_V2_DEFAULT_S
-        }
-    };
+    let timeout_s = checked_resume(&app, &id, &asked, TIMEOUT_V2_DEFAULT_S).await?;
     let receipt = app.node.resume(&id, Some(timeout_s)).await?;
     Ok(reply::json(200, &convert::receipt(&receipt)))
 }
@@ -68,7 +67,7 @@ pub async fn checkpoint(app: Shared, Id(id): Id, Json(asked): Json<Checkpoint>) 
 }
 
 pub async fn fork(app: Shared, Id(id): Id, key: Idempotency, Json(asked): Json<ForkRequest>) -> Outcome {
-    let timeout_s = seconds("timeout", asked.timeout, TIMEOUT_V1_DEFAULT_S)?;
+    let timeout_s = seconds("timeout", asked.timeout, TIMEOUT_V2_DEFAULT_S)?;
     let forks = app.node.fork(&id, fork_count(asked.count)?, timeout_s, key.0).await?;
     let results: Vec<ForkResult> = forks
         .iter()
@@ -108,8 +107,7 @@ pub async fn idle(app: Shared, Id(id): Id, Json(asked): Json<IdlePolicy>) -> Out
 }
 
 pub async fn receipts(app: Shared, Id(id): Id) -> Outcome {
-    let receipts: Vec<Receipt> = app.node.receipts(&id).await?.iter().map(convert::receipt).collect();
-    Ok(reply::json(200, &receipts))
+    Ok(reply::json(200, &latest_first(&app, &id).await?))
 }
 
 pub async fn lineage(app: Shared, Id(id): Id) -> Outcome {
