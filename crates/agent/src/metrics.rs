@@ -65,10 +65,7 @@ fn measure(last: &Mutex<Sample>) -> Metrics {
     let now = Sample { at: Instant::now(), cpu_ms: procfs::processes().cpu_ms };
     let before = std::mem::replace(&mut *last.lock().unwrap_or_else(PoisonError::into_inner), now);
     let memory = procfs::memory();
-    let (disk_total, disk_used) = rustix::fs::statvfs("/").map_or((0, 0), |disk| {
-        let total = disk.f_blocks.saturating_mul(disk.f_frsize);
-        (total, total.saturating_sub(disk.f_bfree.saturating_mul(disk.f_frsize)))
-    });
+    let (disk_total, disk_used) = disk();
     Metrics {
         ts: Timestamp::now().as_second(),
         cpu_count,
@@ -80,6 +77,18 @@ fn measure(last: &Mutex<Sample>) -> Metrics {
         mem_used_mib: memory.used / MIB,
         disk_used,
         disk_total,
+    }
+}
+
+/// Bytes of the root file system: all, used. A kernel that does not know (gVisor names an absurd size for
+/// a root that lives in memory) gives zeros.
+fn disk() -> (u64, u64) {
+    const PLAUSIBLE_MAX: u64 = 1 << 50;
+    let Ok(disk) = rustix::fs::statvfs("/") else { return (0, 0) };
+    let bytes = |blocks: u64| blocks.saturating_mul(disk.f_frsize);
+    match bytes(disk.f_blocks) {
+        total if total <= PLAUSIBLE_MAX => (total, total.saturating_sub(bytes(disk.f_bfree))),
+        _ => (0, 0),
     }
 }
 

@@ -262,6 +262,7 @@ pub fn parse<'a, T: Deserialize<'a>>(json: &'a [u8]) -> Result<T, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn decode(portions: &[&[u8]], max: usize) -> Result<Vec<Frame>, FrameError> {
         let mut decoder = Decoder::new(max);
@@ -299,6 +300,29 @@ mod tests {
         assert_eq!(decode(&[&[1, 0, 0, 0, 0]], 1024), Err(FrameError::Compressed));
         assert_eq!(decode(&[&[0x80, 0, 0, 0, 0]], 1024), Err(FrameError::Flags(0x80)));
         assert_eq!(decode(&[&[0, 0, 0, 0, 2, b'x']], 1024), Err(FrameError::Truncated));
+    }
+
+    proptest! {
+        #[test]
+        fn any_frames_are_read_back(
+            payloads in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..300), 0..8),
+            size in 1..64_usize,
+        ) {
+            let bytes = payloads.iter().map(|payload| frame(0, payload)).collect::<Vec<_>>().concat();
+            let portions: Vec<&[u8]> = bytes.chunks(size).collect();
+            let read: Vec<Vec<u8>> =
+                decode(&portions, 300).unwrap().into_iter().map(|frame| frame.payload.to_vec()).collect();
+            prop_assert_eq!(read, payloads);
+        }
+
+        /// Hostile bytes are frames or an error, and never make the decoder hold more than it was given.
+        #[test]
+        fn any_bytes_are_survived(bytes in prop::collection::vec(any::<u8>(), 0..2000), max in 0..500_usize) {
+            if let Ok(frames) = decode(&[&bytes], max) {
+                prop_assert!(frames.iter().all(|frame| frame.payload.len() <= max));
+            }
+            let _ = parse::<EndStream>(&bytes);
+        }
     }
 
     #[test]
