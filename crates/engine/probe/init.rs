@@ -36,6 +36,11 @@ pub fn run() -> ExitCode {
                 let (path, text) = rest.split_once(' ').expect("a path and a text");
                 say(&format!("{:?}", std::fs::write(path, text)));
             }
+            "grow" => {
+                let (path, mebibytes) = rest.split_once(' ').expect("a path and a number of MiB");
+                let bytes = vec![7_u8; mebibytes.parse::<usize>().expect("a number of MiB") << 20];
+                say(&format!("{:?}", std::fs::write(path, bytes)));
+            }
             "read" => {
                 say(&std::fs::read_to_string(rest).map_or_else(|e| e.to_string(), |t| t.replace('\n', "|")))
             }

@@ -175,6 +175,17 @@ async fn a_checkpoint_that_fails_leaves_the_sandbox_as_it_was() {
         let adopted = lab.engine.adopt(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
         assert_eq!(adopted.runtime, RuntimeState::Running);
     }
+    // A disk that is full is noticed before anything is touched.
+    let small = lab.image("small");
+    rustix::mount::mount("tmpfs", &small, "tmpfs", rustix::mount::MountFlags::empty(), Some(c"size=4m"))
+        .unwrap();
+    let full = lab.engine.checkpoint(&sandbox.id, &sandbox.runtime, &small, After::Stop).await.unwrap_err();
+    let left = std::fs::read_dir(&small).unwrap().count();
+    rustix::mount::unmount(&small, rustix::mount::UnmountFlags::DETACH).unwrap();
+    assert!(matches!(full.failure, Failure::NoSpace { .. }), "{full}");
+    assert_eq!(left, 0);
+    assert!(talk.number("count") >= count);
+
     // Held, and let go on instead of stopped.
     let image = lab.image("held");
     lab.engine.checkpoint(&sandbox.id, &sandbox.runtime, &image, After::Hold).await.unwrap();
@@ -249,6 +260,14 @@ async fn ends_are_noticed_with_their_reason() {
         let exit = lab.engine.exited(&greedy.id, &greedy.runtime).await;
         assert!(matches!(&exit, Exit::Runtime { why } if why.contains("256 MiB")), "{exit:?}");
     }
+
+    let mut spec = lab.boot_spec(&Sandbox::new());
+    spec.shape.disk_mib = 64;
+    let writer = Sandbox { id: spec.sandbox.clone(), runtime: spec.runtime.clone() };
+    lab.engine.boot(spec).await.unwrap();
+    assert_eq!(lab.talk(&writer).ask("grow /root/big 100"), "Ok(())");
+    let exit = lab.engine.exited(&writer.id, &writer.runtime).await;
+    assert!(matches!(&exit, Exit::Runtime { why } if why.contains("64 MiB on disk")), "{exit:?}");
 
     let orphan = lab.boot().await;
     let status = lab.engine.keeper_status(&orphan.id).await.unwrap();

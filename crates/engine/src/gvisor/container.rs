@@ -5,7 +5,6 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -33,6 +32,9 @@ const COMMAND_WAIT: Duration = Duration::from_secs(120);
 const KILL_ROUNDS_MAX: usize = 20;
 /// runsc's descriptors of the sandbox's memory and file changes are among its first.
 const DESCRIPTORS_SEEN_MAX: usize = 64;
+/// As runsc names them.
+const FILE_STORE: &str = "runsc-filestore";
+const MEMORY: &str = "runsc-memory";
 
 /// Both ends of the carrier's pipes: the host's and the sandbox's.
 #[derive(Debug)]
@@ -223,28 +225,34 @@ impl Container {
         Usage {
             cpu_us,
             memory_bytes,
-            disk_bytes: self.backing_bytes("runsc-filestore"),
+            disk_bytes: self.backing_bytes(FILE_STORE),
             processes: u32::try_from(processes.len()).unwrap_or(u32::MAX),
         }
     }
 
     /// An upper bound, nearly always close, of what a checkpoint will write.
     pub fn image_bytes(&self) -> u64 {
-        self.backing_bytes("runsc-memory") + self.backing_bytes("runsc-filestore")
+        self.backing_bytes(MEMORY) + self.backing_bytes(FILE_STORE)
     }
 
     fn backing_bytes(&self, name: &str) -> u64 {
-        let Some(known) = self.meta().and_then(|meta| meta.processes) else { return 0 };
+        self.backing_files(name).iter().filter_map(|file| dormouse_sys::files::disk_bytes(file).ok()).sum()
+    }
+
+    /// Files without a name that the sandbox process holds, by their descriptor.
+    fn backing_files(&self, name: &str) -> Vec<PathBuf> {
+        let Some(known) = self.meta().and_then(|meta| meta.processes) else { return Vec::new() };
         let dir = PathBuf::from(format!("/proc/{}/fd", known.sandbox.pid));
-        let bytes = |number: usize| -> Option<u64> {
-            let path = dir.join(number.to_string());
-            let target = std::fs::read_link(&path).ok()?;
-            if !target.to_string_lossy().contains(name) {
-                return None;
-            }
-            Some(std::fs::metadata(&path).ok()?.blocks().saturating_mul(512))
+        let is_one = |path: &PathBuf| {
+            std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains(name))
         };
-        (0..DESCRIPTORS_SEEN_MAX).filter_map(bytes).sum()
+        (0..DESCRIPTORS_SEEN_MAX).map(|number| dir.join(number.to_string())).filter(is_one).collect()
+    }
+
+    /// What it may write and where that is seen; cheap to look at again and again.
+    pub fn disk_watch(&self) -> Option<DiskWatch> {
+        let limit_mib = self.meta()?.shape.disk_mib;
+        Some(DiskWatch { files: self.backing_files(FILE_STORE), limit_mib })
     }
 
     /// Its carrier's pipes, for a checkpoint; `None`: it was not created to the end.
@@ -305,7 +313,8 @@ impl Container {
         }
     }
 
-    fn kill(&self) -> Result<(), Failure> {
+    /// Ends all its processes; what else it had stays. Idempotent.
+    pub fn kill(&self) -> Result<(), Failure> {
         for _ in 0..KILL_ROUNDS_MAX {
             let handles = self.handles();
             if handles.is_empty() {
@@ -354,6 +363,21 @@ impl Container {
         if path.is_absolute() && path.file_name().is_some_and(|name| name == own.as_str()) {
             let _ = std::fs::remove_file(path);
         }
+    }
+}
+
+/// The files that hold a sandbox's changes to its root file system.
+#[derive(Debug)]
+pub(super) struct DiskWatch {
+    files: Vec<PathBuf>,
+    pub limit_mib: u32,
+}
+
+impl DiskWatch {
+    pub fn is_exceeded(&self) -> bool {
+        let bytes =
+            self.files.iter().filter_map(|file| dormouse_sys::files::disk_bytes(file).ok()).sum::<u64>();
+        bytes > u64::from(self.limit_mib) << 20
     }
 }
 

@@ -1,4 +1,4 @@
-//! Noticing that a sandbox or its keeper ended.
+//! Noticing that a sandbox or its keeper ended, or must be ended.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,48 +8,66 @@ use dormouse_types::{RuntimeId, SandboxId};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
+use super::container::{Container, DiskWatch};
 use super::{Inner, blocking};
 use crate::model::Exit;
 
+const LOOK_AT_DISK: Duration = Duration::from_secs(5);
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
+
+/// What ended first.
+enum End {
+    Runtime,
+    Keeper,
+    Disk { limit_mib: u32 },
+}
 
 pub(super) async fn exited(inner: Arc<Inner>, sandbox: &SandboxId, runtime: &RuntimeId) -> Exit {
     let keeper = inner.keeper(sandbox);
     let (asked, id) = (keeper.clone(), runtime.clone());
     let looked = blocking(move || {
         let container = inner.linked(&id);
-        let sandbox = container.as_ref().and_then(super::container::Container::sandbox);
-        Ok((container, sandbox, asked.process()))
+        let sandbox = container.as_ref().and_then(Container::sandbox);
+        let disk = container.as_ref().and_then(Container::disk_watch);
+        Ok((container, sandbox, disk, asked.process()))
     });
-    let (container, sandbox, keeper_process) = match looked.await {
+    let (container, sandbox, disk, keeper_process) = match looked.await {
         Ok(looked) => looked,
         Err(error) => return Exit::Runtime { why: error.to_string() },
     };
     let Some(container) = container else {
         return Exit::Runtime { why: format!("there is no runtime {runtime}") };
     };
-    let runtime_ended = async {
-        if let Some(handle) = sandbox {
-            ended(handle).await;
-        }
-    };
-    let keeper_ended = async {
-        if let Some(handle) = keeper_process {
-            ended(handle).await;
-        }
-    };
-    let of_runtime = tokio::select! {
+    let end = tokio::select! {
         biased;
-        () = runtime_ended => true,
-        () = keeper_ended => false,
+        () = ended(sandbox) => End::Runtime,
+        limit_mib = exceeded(disk) => End::Disk { limit_mib },
+        () = ended(keeper_process) => End::Keeper,
     };
-    let why = blocking(move || Ok(if of_runtime { container.why_ended() } else { keeper.log_tail() }))
-        .await
-        .unwrap_or_else(|error| error.to_string());
-    if of_runtime {
-        Exit::Runtime { why }
-    } else {
-        Exit::Keeper { why: format!("its process ended; its last words: {why}") }
+    let told = blocking(move || {
+        Ok(match end {
+            End::Runtime => Exit::Runtime { why: container.why_ended() },
+            End::Keeper => {
+                Exit::Keeper { why: format!("its process ended; its last words: {}", keeper.log_tail()) }
+            }
+            End::Disk { limit_mib } => {
+                container.kill()?;
+                Exit::Runtime { why: format!("it wrote more than its limit of {limit_mib} MiB on disk") }
+            }
+        })
+    });
+    told.await.unwrap_or_else(|error| Exit::Runtime { why: error.to_string() })
+}
+
+/// runsc knows no limit for what a sandbox writes: it is watched from outside, and ended beyond it.
+async fn exceeded(disk: Option<DiskWatch>) -> u32 {
+    let Some(disk) = disk else { return std::future::pending().await };
+    let mut looks = tokio::time::interval(LOOK_AT_DISK);
+    loop {
+        looks.tick().await;
+        if disk.is_exceeded() {
+            return disk.limit_mib;
+        }
     }
 }
 
@@ -57,7 +75,8 @@ pub(super) async fn exited(inner: Arc<Inner>, sandbox: &SandboxId, runtime: &Run
     deprecated,
     reason = "the successor is unsafe for types whose descriptor changes; a pidfd's never does"
 )]
-async fn ended(handle: PidFd) {
+async fn ended(handle: Option<PidFd>) {
+    let Some(handle) = handle else { return };
     match AsyncFd::try_with_interest(handle, Interest::READABLE) {
         Ok(watched) => {
             if let Err(error) = watched.readable().await {
