@@ -24,6 +24,8 @@ const POLL: Duration = Duration::from_millis(50);
 pub struct Job {
     server: Server,
     report: Report,
+    /// Ended with the job, however it goes.
+    made: Vec<String>,
 }
 
 /// What the processes inside said of themselves.
@@ -46,10 +48,20 @@ struct Identity {
 
 impl Job {
     pub fn new(server: Server) -> Self {
-        Self { server, report: Report::default() }
+        Self { server, report: Report::default(), made: Vec::new() }
     }
 
     pub fn run(mut self) -> anyhow::Result<()> {
+        let done = self.steps();
+        if done.is_err() {
+            let sandboxes: Vec<&str> = self.made.iter().map(String::as_str).collect();
+            // The error that counts is the one above.
+            let _ = self.server.cli(&[&["kill"], sandboxes.as_slice()].concat());
+        }
+        done
+    }
+
+    fn steps(&mut self) -> anyhow::Result<()> {
         let began = Instant::now();
         let sandbox = self.create()?;
         self.prepare(&sandbox)?;
@@ -68,13 +80,15 @@ impl Job {
 
     fn create(&mut self) -> anyhow::Result<String> {
         let server = &self.server;
-        self.report.step("create a sandbox of the template base", || {
+        let sandbox = self.report.step("create a sandbox of the template base", || {
             let answer = server.cli(&["create", "--template", "base", "--timeout", "3600"])?;
             for one in answer["receipts"].as_array().into_iter().flatten() {
                 receipt(one);
             }
             text(&answer, "sandboxID")
-        })
+        })?;
+        self.made.push(sandbox.clone());
+        Ok(sandbox)
     }
 
     fn prepare(&mut self, sandbox: &str) -> anyhow::Result<()> {
@@ -171,6 +185,7 @@ impl Job {
             }
             answers.iter().map(|one| text(&one["sandbox"], "sandboxID")).collect::<anyhow::Result<Vec<_>>>()
         })?;
+        self.made.extend(forks.iter().cloned());
         self.report.step("look at each of them", || {
             let all: Vec<&str> = std::iter::once(sandbox).chain(forks.iter().map(String::as_str)).collect();
             all_differ(server, &all)?;

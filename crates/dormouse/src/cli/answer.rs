@@ -1,6 +1,7 @@
 //! How sandboxes, snapshots and receipts are told to people.
 
 use dormouse_api::dormouse::{Receipt, SandboxInfo, SnapshotInfo, State, Tier};
+use dormouse_api::e2b::OnTimeout;
 
 use super::output::{bytes, pairs, relative, table};
 
@@ -72,10 +73,11 @@ pub fn sandbox(info: &SandboxInfo) -> String {
         ),
     );
     line("started", format!("{} ({})", info.started_at, relative(info.started_at)));
-    line(
-        "ends",
-        format!("{} ({}), then {:?}", info.end_at, relative(info.end_at), info.on_timeout).to_lowercase(),
-    );
+    let then = match info.on_timeout {
+        OnTimeout::Kill => "it is killed",
+        OnTimeout::Pause => "it is paused",
+    };
+    line("ends", format!("{} ({}): {then}", info.end_at, relative(info.end_at)));
     let idle = (info.idle.freeze_after, info.idle.disk_after);
     line("idle policy", idle_words(idle));
     line("network", network(info));

@@ -100,7 +100,12 @@ impl CliError {
             }
             source = cause.source();
         }
-        if matches!(self.status(), ExitStatus::UNAUTHORIZED) {
+        // envd's own refusals (an unknown user inside) have nothing to do with keys.
+        let of_envd = matches!(
+            self,
+            Self::Client(ClientError::Refused { error_code: Some(code), .. }) if code == "unauthenticated"
+        );
+        if matches!(self.status(), ExitStatus::UNAUTHORIZED) && !of_envd {
             text.push_str(
                 "; set DORMOUSE_API_KEY, or run it as the user who owns the data folder (see `dormouse key create`)",
             );

@@ -106,11 +106,16 @@ fn told(node: &NodeInfo, uses: &[Use]) -> String {
             one.sandbox.sandbox_id.clone(),
             answer::state(&one.sandbox),
             cell(&|metric| format!("{:.1} %", metric.cpu_used_pct)),
-            cell(&|metric| format!("{} / {}", bytes(metric.mem_used), bytes(metric.mem_total))),
-            cell(&|metric| format!("{} / {}", bytes(metric.disk_used), bytes(metric.disk_total))),
+            cell(&|metric| of(metric.mem_used, metric.mem_total)),
+            cell(&|metric| of(metric.disk_used, metric.disk_total)),
         ]);
     }
     format!("{head}\n{table}")
+}
+
+/// A file system that claims exbibytes has no limit.
+fn of(used: u64, total: u64) -> String {
+    if total >= 1 << 60 { bytes(used) } else { format!("{} / {}", bytes(used), bytes(total)) }
 }
 
 pub async fn gc(context: &Context) -> Result<ExitStatus, CliError> {
