@@ -12,6 +12,8 @@
 mod dns;
 mod http;
 mod socks;
+#[cfg(test)]
+mod tests;
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};

@@ -480,16 +480,16 @@ impl Mux {
 }
 
 fn produce_entry(entry: &mut Entry, session: u64, id: u32, out: &mut Vec<u8>) {
-    if std::mem::take(&mut entry.open_due) && !entry.void {
-        encode_packet(out, Kind::Open, session, id, &[]);
-    } else if entry.void && entry.open_due {
-        entry.reset_due = false;
-    }
+    let is_news = std::mem::take(&mut entry.open_due);
     if entry.void {
-        if std::mem::take(&mut entry.reset_due) {
+        // What the other side never heard of needs no reset.
+        if std::mem::take(&mut entry.reset_due) && !is_news {
             encode_packet(out, Kind::Reset, session, id, &[]);
         }
         return;
+    }
+    if is_news {
+        encode_packet(out, Kind::Open, session, id, &[]);
     }
     if entry.credit_due > 0 {
         let grant = std::mem::take(&mut entry.credit_due);
