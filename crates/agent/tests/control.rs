@@ -78,7 +78,9 @@ async fn a_wake_sets_token_variables_names_and_runs_the_hooks() {
         agent.client().await.start(&bash("echo $COLOUR; pwd; echo $E2B_SANDBOX_ID"), &[token]).await;
     assert_eq!(stream.rest().await.stdout(), "blue\n/usr\ns1\n");
 
-    let (status, body) = agent.control().await.json(Method::POST, "/wake", &wake(3)).await;
+    // Another identity counts its generations anew; the same one never goes back.
+    let stale = Wake { new_identity: false, ..wake(3) };
+    let (status, body) = agent.control().await.json(Method::POST, "/wake", &stale).await;
     assert_eq!(status, 409, "{body}");
     let bad = Wake { hostname: "a b".into(), ..wake(5) };
     let (status, body) = agent.control().await.json(Method::POST, "/wake", &bad).await;

@@ -88,14 +88,14 @@ impl<L: Future<Output = ()> + Unpin> Events<L> {
                 self.next = Next::Nothing;
                 Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the sandbox is shutting down"))
             }
-            item = self.subscription.next() => Ok(match item {
-                Item::Data(kind, bytes) => frame(data(kind, bytes)),
-                Item::End(event) => self.last(event),
-            }),
             () = &mut self.limit => {
                 self.next = Next::Nothing;
                 Ok(end(Some(Error::deadline_exceeded("the time limit of this stream has passed; the process runs on"))))
             }
+            item = self.subscription.next() => Ok(match item {
+                Item::Data(kind, bytes) => frame(data(kind, bytes)),
+                Item::End(event) => self.last(event),
+            }),
             () = tokio::time::sleep(self.keepalive) => {
                 Ok(frame(ProcessEvent { keepalive: Some(KeepAlive {}), ..ProcessEvent::default() }))
             }
