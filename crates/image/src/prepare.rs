@@ -35,7 +35,14 @@ Defaults:user env_keep += \"NODE_EXTRA_CA_CERTS GIT_SSL_CAINFO\"\n";
 pub fn prepare(root: &Root) -> Result<(), ImportError> {
     let failed = |action, path: &str, source| ImportError::Prepare { action, path: path.to_owned(), source };
     for (path, mode) in FOLDERS {
-        root.folder(path, *mode, ROOT_OWNER).map_err(|source| failed("make", path, source))?;
+        // File systems are mounted over these: a link would lead the mount elsewhere.
+        let real = MOUNT_POINTS.contains(path);
+        let made = if real {
+            root.real_folder(path, *mode, ROOT_OWNER)
+        } else {
+            root.folder(path, *mode, ROOT_OWNER)
+        };
+        made.map_err(|source| failed("make", path, source))?;
     }
     // A mount point for a file, where the engine mounts one over it.
     let agent = format!("{AGENT_DIR}/agent");
@@ -63,6 +70,8 @@ pub fn prepare(root: &Root) -> Result<(), ImportError> {
     }
     Ok(())
 }
+
+const MOUNT_POINTS: [&str; 5] = ["/proc", "/sys", "/dev", "/run", "/tmp"];
 
 const FOLDERS: &[(&str, u32)] = &[
     ("/proc", 0o555),

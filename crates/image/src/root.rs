@@ -174,6 +174,17 @@ impl Root {
         set_owner_and_mode(dir.as_fd(), owner, mode)
     }
 
+    /// The same, and not behind a link: whatever else is there goes.
+    pub fn real_folder(&self, path: &str, mode: u32, owner: Owner) -> io::Result<()> {
+        let inside = RelPath::inside(path).map_err(invalid)?;
+        let (parent, name) = inside.split().ok_or_else(|| invalid("it has no name"))?;
+        let parent = self.make_dirs(&parent)?;
+        if file_type_at(parent.as_fd(), name)?.is_some_and(|kind| kind != FileType::Directory) {
+            remove_at(parent.as_fd(), name)?;
+        }
+        self.folder(path, mode, owner)
+    }
+
     /// Replaces whatever is at `path` by a regular file.
     pub fn write(&self, path: &str, content: &[u8], mode: u32, owner: Owner) -> io::Result<()> {
         let path = RelPath::inside(path).map_err(invalid)?;
