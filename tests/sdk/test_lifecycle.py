@@ -21,7 +21,10 @@ while True:
 
 
 def last_line(sandbox):
-    lines = sandbox.files.read("/tmp/counter").strip().splitlines()
+    if not sandbox.files.exists("/tmp/counter"):
+        return None
+    # The last line may be half written.
+    lines = sandbox.files.read("/tmp/counter").split("\n")[:-1]
     return lines[-1].split() if lines else None
 
 

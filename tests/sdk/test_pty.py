@@ -1,5 +1,4 @@
-from e2b import PtySize
-from e2b.exceptions import CommandExitException
+from e2b import CommandExitException, PtySize
 
 
 def read_until(handle, wanted):
