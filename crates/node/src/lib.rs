@@ -25,6 +25,8 @@ mod query;
 mod retention;
 mod snapshots;
 mod stream;
+#[cfg(test)]
+mod trials;
 mod work;
 
 pub use config::{AgentBinary, Limits, NodeConfig};

@@ -15,7 +15,8 @@ mod snapshots;
 mod templates;
 
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
 
 use rusqlite::Connection;
 use tokio::sync::oneshot;
@@ -68,8 +69,21 @@ type Finish = Box<dyn FnOnce(Result<(), JournalError>) + Send>;
 type Job = Box<dyn FnOnce(&Connection) -> Finish + Send>;
 
 #[derive(Clone)]
-pub struct Journal {
-    jobs: mpsc::SyncSender<Job>,
+pub struct Journal(Arc<Writer>);
+
+/// The last clone's end is the thread's: what was handed over is written, the file is closed.
+struct Writer {
+    jobs: Option<mpsc::SyncSender<Job>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the journal's writer ended abnormally");
+        }
+    }
 }
 
 /// What opening found.
@@ -94,11 +108,12 @@ impl Journal {
         };
         migrations::run(&connection, &path)?;
         let (jobs, receiver) = mpsc::sync_channel(WAITING_MAX);
-        std::thread::Builder::new()
+        let thread = std::thread::Builder::new()
             .name("journal".to_owned())
             .spawn(move || write_all(&connection, &receiver))
             .map_err(|source| OpenError::Io { action: "start the writer of", path: path.clone(), source })?;
-        Ok(Opened { journal: Self { jobs }, kept_aside })
+        let journal = Self(Arc::new(Writer { jobs: Some(jobs), thread: Some(thread) }));
+        Ok(Opened { journal, kept_aside })
     }
 
     /// Runs `work` in the writer's thread; resolves after its commit. What the closure did is undone
@@ -118,7 +133,7 @@ impl Journal {
         });
         // The channel is the blocking kind so that the thread needs no runtime; it is rarely full.
         loop {
-            match self.jobs.try_send(job) {
+            match self.send(job) {
                 Ok(()) => break,
                 Err(mpsc::TrySendError::Full(back)) => {
                     job = back;
@@ -128,6 +143,13 @@ impl Journal {
             }
         }
         told.await.unwrap_or(Err(JournalError::Closed))
+    }
+
+    fn send(&self, job: Job) -> Result<(), mpsc::TrySendError<Job>> {
+        match &self.0.jobs {
+            Some(jobs) => jobs.try_send(job),
+            None => Err(mpsc::TrySendError::Disconnected(job)),
+        }
     }
 
     /// Hands it over and does not wait: for what may be lost with the daemon (events, readings).
@@ -143,7 +165,7 @@ impl Journal {
                 }
             })
         });
-        if self.jobs.try_send(job).is_err() {
+        if self.send(job).is_err() {
             tracing::warn!("the journal is behind; an event was not written down");
         }
     }

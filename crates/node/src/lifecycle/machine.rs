@@ -31,6 +31,9 @@ pub struct Machine {
     pub head: Option<SnapshotId>,
     /// A start after the head was taken has moved bytes: the next one opens a new carrier session.
     pub carrier_broken: bool,
+    /// Idleness put it to disk, nobody asked for it: whoever wants something wakes it.
+    #[serde(default)]
+    pub dozing: bool,
     pub last_op: u64,
     pub deadline_ms: i64,
     /// Length of the time-out that was last asked for: what a wake by traffic gets.
@@ -240,6 +243,7 @@ impl Machine {
             issued: generation.next(),
             head: None,
             carrier_broken: false,
+            dozing: false,
             last_op: 1,
             deadline_ms: now_ms.saturating_add(timeout_ms),
             timeout_ms,

@@ -27,6 +27,7 @@
 //! - **checkpoint**: done → Running, the new snapshot is the head. Not done → Running, and says why.
 //! - **pause**: done → Paused on the new snapshot. Not done → Running, and says why; one that the
 //!   deadline asked for is tried again after [`RETRY_MS`].
+//!   One that idleness asked for ends with the next thing that wants the sandbox, as a frozen one does.
 //! - **resume**: done → Running under the next generation. Not done → Paused on the same snapshot; if
 //!   the new runtime had already run, the carrier's session cannot go on ([`Machine::carrier_broken`]).
 //! - **roll back**: done → Running on the target. Failed before the old runtime was stopped → as

@@ -249,7 +249,7 @@ impl Run {
                 self.machine.deadline_ms = self.now_ms.saturating_add(self.machine.timeout_ms);
                 self.begin(Work::RollBack { target }, caller);
             }
-            Request::Wake { resume } if resume || self.machine.auto_resume => {
+            Request::Wake { resume } if resume || self.machine.auto_resume || self.machine.dozing => {
                 self.machine.queue.push_front((caller, request));
                 self.resume(NOBODY, None);
             }
@@ -302,6 +302,8 @@ impl Run {
             Work::Pause { .. } => {
                 self.machine.ended = None;
                 self.machine.carrier_broken = false;
+                let unasked = caller == NOBODY && self.machine.deadline_ms > self.now_ms;
+                self.machine.dozing = unasked;
                 self.rest(Rest::Paused);
             }
             Work::Destroy => return self.gone(),
@@ -312,6 +314,7 @@ impl Run {
     fn started(&mut self) {
         self.machine.generation = self.machine.issued;
         self.machine.carrier_broken = false;
+        self.machine.dozing = false;
         self.machine.ended = None;
         self.rest(Rest::Running);
         self.actions.push(Action::Watch { generation: self.machine.generation });

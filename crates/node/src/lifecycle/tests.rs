@@ -532,6 +532,24 @@ fn frozen_thaws_for_a_request_and_pauses_by_way_of_it() {
     world.finish(0);
     assert_eq!(world.machine.view(), State::Paused { tier: Tier::Disk });
     assert_eq!(world.machine.head, Some(snapshot(1)));
+    let (wake, _) = world.ask(Request::Wake { resume: false });
+    assert_eq!(told(&world.finish(0), wake), Some(Reply::Ready), "idleness sleeps until somebody comes");
+}
+
+#[test]
+fn what_was_paused_on_purpose_stays_so_under_traffic() {
+    let mut world = World::running(OnTimeout::Pause);
+    world.ask(Request::Pause { reason: Reason::Pause });
+    world.finish(0);
+    let (wake, actions) = world.ask(Request::Wake { resume: false });
+    assert_eq!(told(&actions, wake), Some(Reply::Asleep));
+    world.ask(Request::Resume { timeout_ms: None });
+    world.finish(0);
+    world.now_ms += 2000;
+    world.event(EventKind::Tick);
+    world.finish(0);
+    let (wake, actions) = world.ask(Request::Wake { resume: false });
+    assert_eq!(told(&actions, wake), Some(Reply::Asleep), "the deadline is no idleness");
 }
 
 #[test]
