@@ -69,13 +69,9 @@ impl World {
     }
 
     pub fn runtime_of(&self, sandbox: &SandboxId) -> Option<(RuntimeId, Runtime)> {
-        let found = self
-            .state()
-            .runtimes
-            .iter()
-            .find(|(_, it)| it.sandbox == *sandbox)
-            .map(|(id, it)| (id.clone(), it.clone()));
-        found
+        let state = self.state();
+        let found = state.runtimes.iter().find(|(_, it)| it.sandbox == *sandbox)?;
+        Some((found.0.clone(), found.1.clone()))
     }
 
     pub fn set_memory(&self, sandbox: &SandboxId, memory: &str) {
