@@ -18,6 +18,10 @@ use crate::model::Level;
 /// Lines of output that an error repeats.
 const TAIL_LINES: usize = 20;
 const LINE_BYTES_MAX: usize = 4096;
+/// Folders that are there keep mode and owner, where tar can do that.
+const UNPACK: &str = r#"
+keep=; tar --version 2>/dev/null | grep -q GNU && keep=--no-overwrite-dir
+tar -x -p $keep -f "$1" -C / && rm -f -- "$1""#;
 const ARCHIVE: &str = "/var/tmp/.dormouse-copy.tar";
 
 /// Cuts output into lines, logs each, and keeps the last ones for an error.
@@ -88,8 +92,7 @@ pub async fn run(
         }
         StepKind::Copy { .. } => {
             copy(hub, shell, plan, index).await?;
-            let script = r#"tar --extract --preserve-permissions --file "$1" --directory / && rm -f -- "$1""#;
-            let command = Command::root(&["/bin/sh", "-c", script, "sh", ARCHIVE]);
+            let command = Command::root(&["/bin/sh", "-c", UNPACK, "sh", ARCHIVE]);
             shell.run(command, |part| lines.push(part)).await
         }
     };
