@@ -7,12 +7,16 @@ use std::time::{Duration, Instant};
 
 use dormouse_api::client::{Client, encode};
 use dormouse_api::dormouse::{BuildQuery, SnapshotInfo, TemplateInfo};
+use dormouse_node::AgentBinary;
 
+use crate::agent_binary::AGENT;
 use crate::cli::{CliError, Context, build_template, spinner};
 
 /// The default template's name.
 const NAME: &str = "base";
 const TEMPLATE: &str = include_str!("base.toml");
+/// In the data folder: which agent the template was made with. One that an older agent runs in is built again.
+const STAMP_FILE: &str = "base.agent";
 const READY_PATIENCE: Duration = Duration::from_secs(120);
 const STOP_PATIENCE: Duration = Duration::from_secs(30);
 const POLL: Duration = Duration::from_millis(50);
@@ -102,11 +106,19 @@ fn last_lines(path: &std::path::Path) -> String {
     lines[lines.len().saturating_sub(8)..].join("\n")
 }
 
+fn agent_digest() -> String {
+    AgentBinary { version: String::new(), bytes: AGENT.into() }.digest()
+}
+
 async fn find(context: &Context) -> Result<Option<TemplateInfo>, CliError> {
     let templates: Vec<TemplateInfo> =
         context.client()?.get("list the templates", "/dormouse/v1/templates").await?;
     // An alias may carry its tag.
     let is_base = |alias: &String| alias.split(':').next() == Some(NAME);
+    let stamp = std::fs::read_to_string(context.data_dir.join(STAMP_FILE)).unwrap_or_default();
+    if stamp.trim() != agent_digest() {
+        return Ok(None);
+    }
     let Some(template) = templates.into_iter().find(|template| template.aliases.iter().any(is_base)) else {
         return Ok(None);
     };
@@ -167,6 +179,8 @@ async fn build(context: &Context, tell: &dyn Fn(&str)) -> Result<String, CliErro
     })
     .await?;
     waiting.finish_and_clear();
+    let stamp = context.data_dir.join(STAMP_FILE);
+    std::fs::write(&stamp, agent_digest()).map_err(|source| CliError::file("write", &stamp, source))?;
     tell(&format!("template {NAME}: built in {} s ({})", began.elapsed().as_secs(), template.template_id));
     Ok(template.template_id)
 }
