@@ -29,8 +29,7 @@ const SUDOERS_DIR: &str = "/etc/sudoers.d";
 
 /// True where the kernel ignores setuid bits, so that the real `sudo` cannot work.
 fn is_needed() -> bool {
-    std::fs::read_to_string("/proc/self/status")
-        .is_ok_and(|status| status.lines().any(|line| line.split_whitespace().eq(["NoNewPrivs:", "1"])))
+    rustix::thread::no_new_privs().unwrap_or(false)
 }
 
 /// Puts the link on the path and answers calls, where it is needed. Ends with the runtime.
