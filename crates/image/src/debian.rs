@@ -81,6 +81,8 @@ impl DebianSpec {
 impl Images {
     /// Builds the image, or finds the one that was built before.
     pub fn debian(&self, spec: &DebianSpec, progress: Progress<'_>) -> Result<Image, DebianError> {
+        // The fields are public: whatever they hold becomes arguments of a command.
+        let spec = &DebianSpec::new(&spec.suite, &spec.packages)?;
         let (id, digest) = spec.image_id();
         if let Ok(image) = self.load(&id) {
             return Ok(image);

@@ -5,7 +5,8 @@
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
-use std::io::{self, Read, Write};
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -211,17 +212,41 @@ impl Unpacker<'_> {
     ) -> Result<bool, ExtractError> {
         self.make_way(entry, dir, name)?;
         let mut file = root::create_file(dir, name).map_err(|source| self.write("make", entry, source))?;
-        loop {
-            let read = stream.read_content(&mut self.buffer)?;
-            if read == 0 {
-                break;
+        match entry.sparse_bytes {
+            None => self.content(entry, &mut file, entry.bytes, stream)?,
+            Some(file_bytes) => {
+                self.limit("bytes in a file", file_bytes, self.limits.bytes_max)?;
+                for segment in stream.sparse_map(file_bytes)? {
+                    file.seek(SeekFrom::Start(segment.offset))
+                        .map_err(|source| self.write("write", entry, source))?;
+                    self.content(entry, &mut file, segment.bytes, stream)?;
+                }
+                file.set_len(file_bytes).map_err(|source| self.write("write", entry, source))?;
             }
-            file.write_all(&self.buffer[..read]).map_err(|source| self.write("write", entry, source))?;
         }
         self.attributes(entry, file.as_fd())?;
         rustix::fs::futimens(&file, &times(entry.mtime_s))
             .map_err(|source| self.write("set the time of", entry, source.into()))?;
         Ok(true)
+    }
+
+    fn content<R: Read>(
+        &mut self,
+        entry: &Entry,
+        file: &mut File,
+        mut bytes: u64,
+        stream: &mut TarStream<R>,
+    ) -> Result<(), ExtractError> {
+        while bytes > 0 {
+            let want = usize::try_from(bytes).map_or(COPY_BYTES, |bytes| bytes.min(COPY_BYTES));
+            let read = stream.read_content(&mut self.buffer[..want])?;
+            if read == 0 {
+                return Err(self.refused(entry, "its content ends early"));
+            }
+            file.write_all(&self.buffer[..read]).map_err(|source| self.write("write", entry, source))?;
+            bytes -= read as u64;
+        }
+        Ok(())
     }
 
     fn symlink(

@@ -14,6 +14,9 @@ const BLOCK: usize = 512;
 const EXTENSION_BYTES_MAX: u64 = 1 << 20;
 /// Extension records before one entry.
 const EXTENSIONS_MAX: u32 = 16;
+const SEGMENTS_MAX: usize = 1 << 20;
+/// Two numbers of 64 bits and what is left of a block.
+const SPARSE_LINE_BYTES_MAX: usize = 2048;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kind {
@@ -40,6 +43,15 @@ pub struct Entry {
     pub gid: u64,
     pub mtime_s: i64,
     pub xattrs: Vec<(String, Vec<u8>)>,
+    /// A file with holes: its length. Its content is [`TarStream::sparse_map`], then the data.
+    pub sparse_bytes: Option<u64>,
+}
+
+/// Part of a sparse file that is not a hole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Segment {
+    pub offset: u64,
+    pub bytes: u64,
 }
 
 impl Entry {
@@ -66,6 +78,9 @@ struct Extensions {
     gid: Option<u64>,
     mtime_s: Option<i64>,
     xattrs: Vec<(String, Vec<u8>)>,
+    sparse_version: (u64, u64),
+    sparse_name: Option<Vec<u8>>,
+    sparse_bytes: Option<u64>,
 }
 
 impl<R: Read> TarStream<R> {
@@ -109,6 +124,47 @@ impl<R: Read> TarStream<R> {
         Ok(want)
     }
 
+    /// The map in front of a sparse file's data: decimal numbers in lines, filled up to whole blocks
+    /// (GNU tar manual, "PAX Format, Version 1.0").
+    pub fn sparse_map(&mut self, file_bytes: u64) -> Result<Vec<Segment>, ExtractError> {
+        let mut text = Vec::new();
+        let mut numbers: Vec<u64> = Vec::new();
+        let mut wanted = 1;
+        while numbers.len() < wanted {
+            let mut block = [0_u8; BLOCK];
+            if self.unread < BLOCK as u64 || text.len() > SPARSE_LINE_BYTES_MAX {
+                return Err(self.format("the map of a sparse file is cut off"));
+            }
+            self.read_content(&mut block)?;
+            text.extend_from_slice(&block);
+            while let Some(end) =
+                text.iter().position(|byte| *byte == b'\n').filter(|_| numbers.len() < wanted)
+            {
+                let line: Vec<u8> = text.drain(..=end).collect();
+                let number = std::str::from_utf8(&line[..end]).ok().and_then(|line| line.parse().ok());
+                numbers.push(number.ok_or_else(|| self.format("the map of a sparse file is malformed"))?);
+                if let [count] = numbers[..] {
+                    let count = usize::try_from(count).ok().filter(|count| *count <= SEGMENTS_MAX);
+                    wanted = 1 + 2 * count.ok_or_else(|| self.format("a sparse file has too many parts"))?;
+                }
+            }
+        }
+        let segments: Vec<Segment> =
+            numbers[1..].chunks_exact(2).map(|pair| Segment { offset: pair[0], bytes: pair[1] }).collect();
+        let mut end = 0_u64;
+        let mut data = 0_u64;
+        for Segment { offset, bytes } in &segments {
+            let next = offset.checked_add(*bytes).filter(|next| *offset >= end && *next <= file_bytes);
+            end = next.ok_or_else(|| self.format("the parts of a sparse file overlap or exceed it"))?;
+            data += bytes;
+        }
+        if data == self.unread {
+            Ok(segments)
+        } else {
+            Err(self.format("a sparse file's data has another length"))
+        }
+    }
+
     fn entry(
         &mut self,
         header: &Header,
@@ -116,7 +172,17 @@ impl<R: Read> TarStream<R> {
         header_bytes: u64,
         extensions: Extensions,
     ) -> Result<Entry, ExtractError> {
-        let name = extensions.name.unwrap_or_else(|| header.path_bytes().into_owned());
+        let sparse_bytes = match (extensions.sparse_bytes, extensions.sparse_version) {
+            (Some(bytes), (1, 0)) if kind == EntryType::Regular => Some(bytes),
+            (None, (0, 0)) => None,
+            _ => {
+                return Err(
+                    self.format("only version 1.0 of sparse files is supported: archive with --format=pax")
+                );
+            }
+        };
+        let named = extensions.sparse_name.or(extensions.name);
+        let name = named.unwrap_or_else(|| header.path_bytes().into_owned());
         let target = || {
             let plain = || header.link_name_bytes().map(std::borrow::Cow::into_owned);
             extensions.target.clone().or_else(plain).unwrap_or_default()
@@ -153,6 +219,7 @@ impl<R: Read> TarStream<R> {
                 None => i64::try_from(number(header.mtime())?).unwrap_or(0),
             },
             xattrs: extensions.xattrs,
+            sparse_bytes,
         })
     }
 
@@ -218,8 +285,13 @@ impl<R: Read> TarStream<R> {
                     let whole = text()?.split('.').next().unwrap_or_default();
                     into.mtime_s = Some(whole.parse().map_err(|_| self.format("a pax time is malformed"))?);
                 }
+                "GNU.sparse.major" => into.sparse_version.0 = number()?,
+                "GNU.sparse.minor" => into.sparse_version.1 = number()?,
+                "GNU.sparse.name" => into.sparse_name = Some(value.to_vec()),
+                "GNU.sparse.realsize" => into.sparse_bytes = Some(number()?),
                 _ if key.starts_with("GNU.sparse.") => {
-                    return Err(self.format("sparse entries are not supported; archive without --sparse"));
+                    let why = "only version 1.0 of sparse files is supported: archive with --format=pax";
+                    return Err(self.format(why));
                 }
                 _ => {
                     if let Some(name) = key.strip_prefix("SCHILY.xattr.") {

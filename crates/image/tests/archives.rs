@@ -144,6 +144,46 @@ fn modes_owners_links_and_attributes_arrive() {
     lab.unharmed();
 }
 
+/// As GNU tar writes it with `--format=pax --sparse`.
+#[test]
+fn sparse_files_keep_their_holes() {
+    let lab = Lab::new();
+    let sparse = |map: &str, data: &[u8], real: &str| {
+        let mut content = map.as_bytes().to_vec();
+        content.resize(512, 0);
+        content.extend_from_slice(data);
+        Archive::default()
+            .pax(&[
+                ("GNU.sparse.major", b"1"),
+                ("GNU.sparse.minor", b"0"),
+                ("GNU.sparse.name", b"holes"),
+                ("GNU.sparse.realsize", real.as_bytes()),
+            ])
+            .file("GNUSparseFile.1/holes", &content)
+    };
+    lab.apply(sparse("2\n4096\n3\n8388608\n0\n", b"abc", "8388608")).unwrap();
+    let content = fs::read(lab.root().join("holes")).unwrap();
+    assert_eq!((content.len(), &content[4096..4099]), (8 << 20, &b"abc"[..]));
+    assert!(content.iter().filter(|byte| **byte != 0).count() == 3);
+    assert!(fs::metadata(lab.root().join("holes")).unwrap().blocks() * 512 <= 65_536);
+    for (map, data, real) in [
+        ("1\n10\n3\n", &b"abc"[..], "12"),
+        ("2\n5\n2\n6\n1\n", b"abc", "99"),
+        ("1\n0\n4\n", b"abc", "99"),
+        ("9999999999\n", b"", "9"),
+        ("x\n", b"", "9"),
+        ("3\n0\n", b"", "9"),
+        ("1\n18446744073709551615\n2\n", b"ab", "9"),
+    ] {
+        let error = lab.apply(sparse(map, data, real)).unwrap_err();
+        assert!(matches!(error, ExtractError::Format { .. }), "{map:?}: {error}");
+    }
+    let huge = lab.apply(sparse("0\n", b"", "99999999999999")).unwrap_err();
+    assert!(matches!(huge, ExtractError::Limit { .. }), "{huge}");
+    let old = Archive::default().pax(&[("GNU.sparse.map", b"0,1")]).file("x", b"1");
+    assert!(lab.apply(old).unwrap_err().to_string().contains("sparse"));
+}
+
 #[test]
 fn every_way_out_is_refused_or_stays_inside() {
     let escape = |archive: Archive| {

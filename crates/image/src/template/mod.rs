@@ -204,7 +204,9 @@ fn parse_base(given: &str) -> Result<Base, String> {
             "13" => "trixie",
             other => other,
         };
-        let fits = suite.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'-') && suite.len() > 1;
+        let fits = suite.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'-')
+            && suite.len() > 1
+            && !suite.starts_with('-');
         if fits {
             return Ok(Base::Debian { suite: suite.to_owned() });
         }
