@@ -10,18 +10,23 @@ use std::sync::Arc;
 
 use dormouse_engine::{Adopted, RuntimeState};
 use dormouse_image::Images;
+use dormouse_snapshot::{Manifest, Reason};
 use dormouse_store::{Store, Swept};
-use dormouse_types::{RuntimeId, SandboxId, SnapshotId};
+use dormouse_types::{RuntimeId, SandboxId, SnapshotId, random_hex};
+use futures_util::StreamExt;
 
 use crate::actor;
 use crate::config::NodeConfig;
 use crate::error::OpenError;
 use crate::hub::Hub;
 use crate::journal::{Journal, Opened, PendingOp, SandboxRow};
-use crate::lifecycle::{Action, Busy, Found, Phase, Work, recover};
+use crate::lifecycle::{Action, Busy, Found, Machine, NOBODY, Phase, Rest, Work, recover};
+use crate::model::{OnTimeout, SandboxInfo, State, Tier};
 use crate::retention;
 
 const LOCK: &str = "node.lock";
+/// Sandboxes that are looked for at the same time.
+const LOOKS_AT_ONCE: usize = 16;
 
 pub struct Booted {
     pub hub: Arc<Hub>,
@@ -64,12 +69,14 @@ pub async fn open(config: NodeConfig) -> Result<Booted, OpenError> {
     retention::reconcile(&hub)
         .await
         .map_err(|error| OpenError::Store { path: snapshots, why: error.to_string() })?;
+    let rows = if kept_aside.is_some() { paused_by_snapshots(&hub, &mut notes).await } else { rows };
     let keep = adopt_all(&hub, rows, &mut notes).await;
     match &kept_aside {
         None => sweep(&hub, &keep, &mut notes).await?,
         Some(kept) => notes.push(format!(
-            "the journal was damaged and is kept at {}; a new one was begun. Sandboxes are not known any more, \
-             but nothing of them was removed: their snapshots are listed, and `dormouse gc` removes the rest",
+            "the journal was damaged and is kept at {}; a new one was begun. Paused sandboxes were found again by \
+             their snapshots; what ran is not known any more, but nothing of it was removed (`dormouse gc` does), \
+             and API keys and templates must be made again",
             kept.display()
         )),
     }
@@ -136,6 +143,69 @@ fn write_agent(config: &NodeConfig) -> Result<(), OpenError> {
     write().map_err(|source| OpenError::Io { action: "write the agent", path: path.clone(), source })
 }
 
+/// Without a journal a snapshot that a pause left still says which sandbox sleeps there. Tokens and
+/// metadata are lost.
+async fn paused_by_snapshots(hub: &Arc<Hub>, notes: &mut Vec<String>) -> Vec<SandboxRow> {
+    let store = hub.store.clone();
+    let listed = hub.blocking("the list of snapshots", move || store.list()).await;
+    let mut newest: HashMap<SandboxId, Manifest> = HashMap::new();
+    for manifest in listed.ok().and_then(Result::ok).unwrap_or_default() {
+        // Oldest first: the last one of each stays.
+        if manifest.reason != Reason::Template {
+            newest.insert(manifest.sandbox.clone(), manifest);
+        }
+    }
+    let asleep = newest.into_values().filter(|it| matches!(it.reason, Reason::Pause | Reason::Policy));
+    let rows: Vec<SandboxRow> = asleep.map(|manifest| paused_row(hub, manifest)).collect();
+    notes.extend(
+        rows.iter().map(|row| format!("sandbox {} was found again, paused, by its snapshot", row.info.id)),
+    );
+    rows
+}
+
+fn paused_row(hub: &Hub, manifest: Manifest) -> SandboxRow {
+    let now = hub.now();
+    let timeout_ms = 300_000;
+    let (mut machine, _) = Machine::create(
+        NOBODY,
+        manifest.generation,
+        now.as_millisecond(),
+        timeout_ms,
+        OnTimeout::Pause,
+        false,
+    );
+    machine.phase = Phase::At(Rest::Paused);
+    machine.head = Some(manifest.id.clone());
+    machine.carrier_broken = true;
+    let info = SandboxInfo {
+        hostname: manifest.sandbox.to_string(),
+        id: manifest.sandbox,
+        state: State::Paused { tier: Tier::Disk },
+        engine: manifest.engine,
+        template: manifest.template,
+        template_alias: None,
+        parent: Some(manifest.id),
+        forked_from: None,
+        runtime: None,
+        generation: manifest.generation,
+        shape: manifest.shape,
+        access_token: random_hex(32),
+        metadata: std::collections::BTreeMap::new(),
+        env: std::collections::BTreeMap::new(),
+        egress: dormouse_wire::keeper::EgressRules::default(),
+        idle: hub.config.idle,
+        on_timeout: OnTimeout::Pause,
+        auto_resume: false,
+        started_at: now,
+        end_at: now,
+        owner: None,
+        rootfs: manifest.rootfs,
+        agent_version: Some(manifest.compat.agent_version),
+        agent_digest: Some(manifest.compat.agent_digest),
+    };
+    SandboxRow { info, machine, op: None }
+}
+
 fn swept_note(swept: &Swept) -> String {
     match swept {
         Swept::Unfinished { id, bytes } => format!("removed the unfinished snapshot {id} ({bytes} bytes)"),
@@ -150,14 +220,22 @@ type Keep = HashMap<dormouse_types::EngineKind, Vec<(SandboxId, Option<RuntimeId
 
 async fn adopt_all(hub: &Arc<Hub>, rows: Vec<SandboxRow>, notes: &mut Vec<String>) -> Keep {
     let mut keep = Keep::new();
-    for row in rows {
-        adopt(hub, row, notes, &mut keep).await;
+    let looks = futures_util::stream::iter(rows.into_iter().map(|row| async move {
+        let row = settle_row(row);
+        let (found, notes) = look(hub, &row.info, row.op.as_ref()).await;
+        (row, found, notes)
+    }));
+    let mut looks = std::pin::pin!(looks.buffered(LOOKS_AT_ONCE));
+    while let Some((row, found, told)) = looks.next().await {
+        notes.extend(told);
+        adopt(hub, row, &found, notes, &mut keep);
     }
     keep
 }
 
-async fn adopt(hub: &Arc<Hub>, row: SandboxRow, notes: &mut Vec<String>, keep: &mut Keep) {
-    let SandboxRow { mut info, mut machine, op } = row;
+/// Without an operation that was never begun.
+fn settle_row(row: SandboxRow) -> SandboxRow {
+    let SandboxRow { info, mut machine, op } = row;
     // Written in two commits: the state that names the work, then the work's own row.
     let op = match &machine.phase {
         Phase::Busy(busy) => match op.filter(|op| op.op == busy.op) {
@@ -171,15 +249,19 @@ async fn adopt(hub: &Arc<Hub>, row: SandboxRow, notes: &mut Vec<String>, keep: &
         },
         Phase::At(_) | Phase::Gone => None,
     };
-    let found = look(hub, &info, op.as_ref(), notes).await;
-    let (machine, actions) = recover(machine, &found, hub.now_ms());
+    SandboxRow { info, machine, op }
+}
+
+fn adopt(hub: &Arc<Hub>, row: SandboxRow, found: &Found, notes: &mut Vec<String>, keep: &mut Keep) {
+    let SandboxRow { mut info, machine, op } = row;
+    let (machine, actions) = recover(machine, found, hub.now_ms());
     if found.runtime == RuntimeState::Gone {
         info.runtime = None;
     } else if !found.keeper {
         notes.push(format!("the keeper of sandbox {} is gone and will be replaced", info.id));
     }
-    if let crate::model::State::Failed { why } = machine.view()
-        && !matches!(info.state, crate::model::State::Failed { .. })
+    if let State::Failed { why } = machine.view()
+        && !matches!(info.state, State::Failed { .. })
     {
         notes.push(format!("sandbox {} failed: {why}", info.id));
     }
@@ -197,24 +279,16 @@ fn started_runtime(actions: &[Action], op: Option<&PendingOp>) -> Option<Runtime
     actions.contains(&Action::CleanUp).then(|| op.map(|op| op.runtime.clone())).flatten()
 }
 
-async fn look(
-    hub: &Arc<Hub>,
-    info: &crate::model::SandboxInfo,
-    op: Option<&PendingOp>,
-    notes: &mut Vec<String>,
-) -> Found {
+async fn look(hub: &Arc<Hub>, info: &SandboxInfo, op: Option<&PendingOp>) -> (Found, Vec<String>) {
+    let mut notes = Vec::new();
     let gone = Adopted { runtime: RuntimeState::Gone, keeper: false };
     let engine = match hub.engine(info.engine) {
         Ok(engine) => engine,
         Err(error) => {
             notes.push(format!("sandbox {}: {error}", info.id));
             let published = published(hub, op).await;
-            return Found {
-                runtime: RuntimeState::Gone,
-                keeper: false,
-                started: RuntimeState::Gone,
-                published,
-            };
+            let gone = RuntimeState::Gone;
+            return (Found { runtime: gone, keeper: false, started: gone, published }, notes);
         }
     };
     let mut serving = gone.clone();
@@ -231,7 +305,8 @@ async fn look(
     if info.runtime.is_none() {
         serving.runtime = RuntimeState::Gone;
     }
-    Found { runtime: serving.runtime, keeper: serving.keeper, started, published: published(hub, op).await }
+    let published = published(hub, op).await;
+    (Found { runtime: serving.runtime, keeper: serving.keeper, started, published }, notes)
 }
 
 async fn published(hub: &Arc<Hub>, op: Option<&PendingOp>) -> Option<SnapshotId> {

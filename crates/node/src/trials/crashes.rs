@@ -264,7 +264,12 @@ fn a_second_daemon_is_refused_by_name() {
 #[test]
 fn a_damaged_journal_is_kept_aside_and_costs_no_runtime() {
     let host = host();
-    let id = host.life(async |node| node.create(request(None)).await.unwrap().0.id);
+    let (id, paused) = host.life(async |node| {
+        let paused = node.create(request(None)).await.unwrap().0.id;
+        host.world.set_memory(&paused, "asleep");
+        node.pause(&paused, PauseRequest::default()).await.unwrap();
+        (node.create(request(None)).await.unwrap().0.id, paused)
+    });
     std::fs::write(host.dir.path().join("node.db"), vec![9_u8; 40_000]).unwrap();
     for suffix in ["-wal", "-shm"] {
         drop(std::fs::remove_file(host.dir.path().join(format!("node.db{suffix}"))));
@@ -273,5 +278,7 @@ fn a_damaged_journal_is_kept_aside_and_costs_no_runtime() {
         let note = node.notes().into_iter().find(|note| note.contains("damaged")).expect("nothing was said");
         assert!(note.contains("node.db.damaged.1"), "{note}");
         assert!(host.world.runtime_of(&id).is_some());
+        node.resume(&paused, None).await.unwrap();
+        assert_eq!(host.world.runtime_of(&paused).unwrap().1.memory, "asleep");
     });
 }
