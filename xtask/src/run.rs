@@ -1,9 +1,85 @@
 //! Commands that are shown before they are run.
 
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
+
+/// A failure that was told already: the process ends with it and says no more.
+#[derive(Debug)]
+pub struct Told;
+
+impl std::fmt::Display for Told {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("it failed, as told above")
+    }
+}
+
+impl std::error::Error for Told {}
+
+/// How many tests went how.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    pub passed: u64,
+    pub failed: u64,
+    pub skipped: u64,
+}
+
+impl Counts {
+    pub fn add(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
+    }
+
+    /// What a line such as `49 passed, 1 failed in 3 s` counts; nextest, libtest and pytest all write it so.
+    fn of_line(line: &str) -> Self {
+        let words: Vec<&str> = line.split(|c: char| c.is_whitespace() || c == ',' || c == ';').collect();
+        let words: Vec<&str> = words.into_iter().filter(|word| !word.is_empty()).collect();
+        let of = |names: &[&str]| {
+            let count =
+                |pair: &[&str]| names.contains(&pair[1]).then(|| pair[0].parse::<u64>().ok()).flatten();
+            words.windows(2).filter_map(count).sum()
+        };
+        Self {
+            passed: of(&["passed"]),
+            failed: of(&["failed", "error", "errors"]),
+            skipped: of(&["skipped", "ignored"]),
+        }
+    }
+}
+
+/// Runs a test runner, shows what it says and counts by its own summary (a line on which `is_summary`).
+pub fn count(command: &mut Command, is_summary: fn(&str) -> bool) -> anyhow::Result<Counts> {
+    let line = line(command);
+    eprintln!("  $ {line}");
+    // One pipe for both: nextest sums up on stderr, the others on stdout.
+    let (reader, writer) = std::io::pipe().context("cannot make a pipe")?;
+    let mut child = command
+        .stdout(writer.try_clone()?)
+        .stderr(writer)
+        .spawn()
+        .with_context(|| format!("cannot start `{line}`"))?;
+    // This process's own copies would keep the pipe open.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut counts = Counts::default();
+    for text in BufReader::new(reader).split(b'\n') {
+        let text = String::from_utf8_lossy(&text?).into_owned();
+        println!("{text}");
+        if is_summary(&text) {
+            counts.add(Counts::of_line(&text));
+        }
+    }
+    let status = child.wait()?;
+    if !status.success() && counts.failed == 0 {
+        bail!("`{line}` ended with {status}");
+    }
+    if counts.passed + counts.failed == 0 {
+        bail!("`{line}` ran no test");
+    }
+    Ok(counts)
+}
 
 /// The workspace's root.
 pub fn root() -> PathBuf {
@@ -67,4 +143,19 @@ pub fn build_dormouse(release: bool) -> anyhow::Result<PathBuf> {
         bail!("cargo built no {}", binary.display());
     }
     Ok(binary)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_runners_summary_is_counted() {
+        let check = |line: &str, passed, failed, skipped| {
+            assert_eq!(Counts::of_line(line), Counts { passed, failed, skipped }, "{line}");
+        };
+        check("     Summary [   1.2s] 12 tests run: 11 passed (1 slow), 1 failed, 3 skipped", 11, 1, 3);
+        check("test result: ok. 4 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out", 4, 0, 0);
+        check("1 failed, 49 passed, 2 skipped in 46.63s", 49, 1, 2);
+    }
 }

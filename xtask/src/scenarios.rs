@@ -7,6 +7,7 @@ use comfy_table::Table;
 use dormouse_testkit::scenarios::{Options, Outcome, Verdict};
 use dormouse_types::EngineKind;
 
+use crate::run::Counts;
 use crate::{run, tools};
 
 #[derive(clap::Args)]
@@ -70,6 +71,16 @@ pub fn print_table(outcomes: &[Outcome]) {
         ]);
     }
     println!("{table}");
+}
+
+/// How many went how; none at all is an error.
+pub fn counts(outcomes: &[Outcome]) -> anyhow::Result<Counts> {
+    let of = |verdict| outcomes.iter().filter(|one| one.outcome == verdict).count() as u64;
+    let counts = Counts { passed: of(Verdict::Pass), failed: of(Verdict::Fail), skipped: of(Verdict::Skip) };
+    if counts.passed + counts.failed == 0 {
+        bail!("no scenario was run");
+    }
+    Ok(counts)
 }
 
 /// One failed, or none at all: an error.

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 
+use crate::run::Counts;
 use crate::server::Server;
 use crate::{run, tools};
 
@@ -31,7 +32,11 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     tools::test_needs(true)?;
     tools::setup(&binary, &data_dir, true)?;
     let versions: Vec<&str> = args.version.as_deref().map_or_else(|| VERSIONS.to_vec(), |one| vec![one]);
-    all(&binary, &data_dir, &versions, &args.pytest)
+    let counts = all(&binary, &data_dir, &versions, &args.pytest)?;
+    if counts.failed > 0 {
+        bail!("{} of the SDK's tests failed", counts.failed);
+    }
+    Ok(())
 }
 
 pub fn every_version() -> &'static [&'static str] {
@@ -39,17 +44,17 @@ pub fn every_version() -> &'static [&'static str] {
 }
 
 /// Runs `tests/sdk` once per version against one daemon of its own.
-pub fn all(binary: &Path, data_dir: &Path, versions: &[&str], pytest: &[String]) -> anyhow::Result<()> {
+pub fn all(binary: &Path, data_dir: &Path, versions: &[&str], pytest: &[String]) -> anyhow::Result<Counts> {
     let folder = run::root().join("tests").join("sdk");
     if !folder.is_dir() {
         bail!("the SDK's tests are not there: {} is missing", folder.display());
     }
     let mut server = Server::start(binary, data_dir)?;
-    let mut failed = Vec::new();
+    let mut counts = Counts::default();
     for version in versions {
         let python = environment(version)?;
         println!("sdk: e2b {version}");
-        let mut command = run::command(&python, &["-m", "pytest", "-q", "tests/sdk"]);
+        let mut command = run::command(&python, &["-m", "pytest", "-q", "--color=no", "tests/sdk"]);
         command
             .args(pytest)
             .env("E2B_API_URL", format!("http://{}", server.listen))
@@ -62,16 +67,10 @@ pub fn all(binary: &Path, data_dir: &Path, versions: &[&str], pytest: &[String])
             // Nothing of the machine's own settings may reach the SDK.
             .env_remove("E2B_DOMAIN")
             .env_remove("E2B_DEBUG");
-        if let Err(error) = run::run(&mut command) {
-            eprintln!("{error:#}");
-            failed.push(*version);
-        }
+        counts.add(run::count(&mut command, is_summary)?);
     }
     server.stop()?;
-    if !failed.is_empty() {
-        bail!("the SDK's tests failed with e2b {}", failed.join(", "));
-    }
-    Ok(())
+    Ok(counts)
 }
 
 /// A virtual environment with this version of the SDK; made once.
@@ -94,4 +93,10 @@ fn environment(version: &str) -> anyhow::Result<PathBuf> {
     run::run(run::command(&python, &args).args([pin.as_str(), "-r", REQUIREMENTS]))?;
     std::fs::write(&stamp, wanted).with_context(|| format!("cannot write {}", stamp.display()))?;
     Ok(python)
+}
+
+/// `49 passed, 1 failed in 46.63s`, with or without a frame of `=`.
+fn is_summary(line: &str) -> bool {
+    let line = line.trim_matches(|c: char| c == '=' || c.is_whitespace());
+    line.starts_with(|c: char| c.is_ascii_digit()) && line.contains(" in ")
 }

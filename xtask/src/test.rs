@@ -6,6 +6,7 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use dormouse_types::EngineKind;
 
+use crate::run::{Counts, Told};
 use crate::{floors, run, scenarios, sdk, tidy, tools};
 
 #[derive(clap::Args)]
@@ -19,34 +20,46 @@ pub struct Args {
 }
 
 /// What was run, and how it went.
+#[derive(Default)]
 struct Report {
-    lines: Vec<(String, bool, f64)>,
+    lines: Vec<String>,
+    counts: Counts,
+    failed: bool,
 }
 
 impl Report {
-    /// Runs one part; a failure is kept, the other parts still run.
+    /// Runs one part that counts as one test.
     fn part(&mut self, name: &str, work: impl FnOnce() -> anyhow::Result<()>) {
-        println!("== {name}");
-        let began = Instant::now();
-        let result = work();
-        if let Err(error) = &result {
-            eprintln!("error: {name}: {error:#}");
-        }
-        self.lines.push((name.to_owned(), result.is_ok(), began.elapsed().as_secs_f64()));
+        self.tests(name, || work().map(|()| Counts { passed: 1, ..Counts::default() }));
     }
 
+    /// Runs one part with tests of its own; after a failure the other parts still run.
+    fn tests(&mut self, name: &str, work: impl FnOnce() -> anyhow::Result<Counts>) {
+        println!("== {name}");
+        let began = Instant::now();
+        let counts = work().unwrap_or_else(|error| {
+            eprintln!("error: {name}: {error:#}");
+            Counts { failed: 1, ..Counts::default() }
+        });
+        self.counts.add(counts);
+        self.failed |= counts.failed > 0;
+        let mark = if counts.failed == 0 { "pass" } else { "FAIL" };
+        let Counts { passed, failed, skipped } = counts;
+        let seconds = began.elapsed().as_secs_f64();
+        self.lines.push(format!(
+            "{mark} {name}: {passed} passed, {failed} failed, {skipped} skipped ({seconds:.1} s)"
+        ));
+    }
+
+    /// The last line is the sum of all.
     fn finish(&self) -> anyhow::Result<()> {
         println!("== summary");
-        for (name, passed, seconds) in &self.lines {
-            println!("{} {name} ({seconds:.1} s)", if *passed { "pass" } else { "FAIL" });
+        for line in &self.lines {
+            println!("{line}");
         }
-        let passed = self.lines.iter().filter(|(_, passed, _)| *passed).count();
-        let failed = self.lines.len() - passed;
-        println!("{passed} passed, {failed} failed");
-        if failed > 0 {
-            bail!("{failed} of {} parts failed", self.lines.len());
-        }
-        Ok(())
+        let Counts { passed, failed, skipped } = self.counts;
+        println!("{passed} passed, {failed} failed, {skipped} skipped");
+        if self.failed { Err(Told.into()) } else { Ok(()) }
     }
 }
 
@@ -62,7 +75,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         println!("nothing is missing");
         return Ok(());
     }
-    let mut report = Report { lines: Vec::new() };
+    let mut report = Report::default();
     tools::test_needs(true)?;
     report.part("formatting", format);
     report.part("clippy, warnings denied", clippy);
@@ -71,18 +84,18 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let binary = run::build_dormouse(false)?;
     report.part("openapi.json is current", || openapi(&binary));
     report.part("set-up", || tools::setup(&binary, &data_dir, true).map(drop));
-    report.part("unit, property and integration tests", unit);
-    report.part("the E2B SDK", || sdk::all(&binary, &data_dir, sdk::every_version(), &[]));
-    report.part("scenarios on gvisor", || {
+    report.tests("unit, property and integration tests", unit);
+    report.tests("the E2B SDK", || sdk::all(&binary, &data_dir, sdk::every_version(), &[]));
+    report.tests("scenarios on gvisor", || {
         let outcomes = scenarios::all(&binary, &data_dir, EngineKind::Gvisor, &[]);
         scenarios::print_table(&outcomes);
-        scenarios::verdict(&outcomes)
+        scenarios::counts(&outcomes)
     });
     report.finish()
 }
 
 pub fn lint() -> anyhow::Result<()> {
-    let mut report = Report { lines: Vec::new() };
+    let mut report = Report::default();
     report.part("formatting", format);
     report.part("clippy, warnings denied", clippy);
     report.part("floors", floors::run);
@@ -98,18 +111,13 @@ fn clippy() -> anyhow::Result<()> {
     run::run(&mut run::cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"]))
 }
 
-fn unit() -> anyhow::Result<()> {
+fn unit() -> anyhow::Result<Counts> {
     if tools::nextest() {
-        run::run(&mut run::cargo(&[
-            "nextest",
-            "run",
-            "--workspace",
-            "--no-fail-fast",
-            "--status-level",
-            "fail",
-        ]))
+        let args = ["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"];
+        run::count(&mut run::cargo(&args), |line| line.trim_start().starts_with("Summary ["))
     } else {
-        run::run(&mut run::cargo(&["test", "--workspace", "--no-fail-fast", "--quiet"]))
+        let args = ["test", "--workspace", "--no-fail-fast", "--quiet"];
+        run::count(&mut run::cargo(&args), |line| line.starts_with("test result:"))
     }
 }
 
