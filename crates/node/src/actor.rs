@@ -21,7 +21,7 @@ use crate::lifecycle::{
     step,
 };
 use crate::model::{IdlePolicy, Receipt, SandboxInfo, SnapshotInfo, SnapshotRequest, State};
-use crate::work::{self, Birth, Order, Report};
+use crate::work::{self, Birth, Ending, Order, Report};
 
 /// Messages that wait for one sandbox.
 const MAILBOX_MAX: usize = 128;
@@ -163,6 +163,7 @@ struct Actor {
     callers: HashMap<Caller, Waiting>,
     next_caller: Caller,
     pending: Option<PendingOp>,
+    ending: Option<Ending>,
     watches: JoinSet<()>,
     /// Row is older than the machine because a write failed.
     dirty: bool,
@@ -192,6 +193,7 @@ fn build(hub: &Arc<Hub>, info: SandboxInfo, machine: Machine, birth: Option<Birt
         callers: HashMap::new(),
         next_caller: 1,
         pending: None,
+        ending: None,
         watches: JoinSet::new(),
         dirty: false,
     };
@@ -285,6 +287,12 @@ impl Actor {
                     let outcome = report.outcome.clone();
                     if let Some(info) = report.info.clone() {
                         self.take_over(info);
+                    }
+                    if let (Some(runtime), Ok(engine)) =
+                        (report.ending.clone(), self.hub.engine(self.info.engine))
+                    {
+                        let sandbox = self.info.id.clone();
+                        self.ending = Some(Ending::begin(Arc::clone(engine), sandbox, runtime));
                     }
                     self.step(EventKind::Finished { op, outcome }, Some(report)).await;
                 }
@@ -432,10 +440,15 @@ impl Actor {
             asked,
         };
         let Some(back) = self.back.upgrade() else { return };
+        let ending = self.ending.take();
         tokio::spawn(async move {
-            let report = match written {
+            let ended = match ending {
+                Some(ending) => ending.ended().await.map_err(NodeError::from),
+                None => Ok(()),
+            };
+            let report = match written.map_err(NodeError::from).and(ended) {
                 // A kill must work on a full disk: it gives space back.
-                Err(error) if work != Work::Destroy => Report::unchanged(NodeError::from(error)),
+                Err(error) if work != Work::Destroy => Report::unchanged(error),
                 _ => work::run(order).await,
             };
             drop(back.send(Message::Finished { op, report: Box::new(report) }).await);

@@ -10,7 +10,7 @@ use crate::actor::Handle;
 use crate::agent;
 use crate::error::NodeError;
 use crate::hub::Hub;
-use crate::model::{Level, LogLine, LogQuery, Metric, State};
+use crate::model::{Level, LogLine, LogQuery, Metric, SandboxInfo, State};
 
 const LOG_LINES_MAX: usize = 1000;
 /// How much of the end of a log file is read.
@@ -43,6 +43,10 @@ async fn sample(hub: &Hub, handle: &Handle) -> Result<Metric, NodeError> {
         .map_err(|error| NodeError::unavailable(error.to_string()))?;
     let reading: Reading = serde_json::from_slice(&body)
         .map_err(|error| NodeError::internal(format!("the agent's metrics cannot be read: {error}")))?;
+    let (disk_used, disk_total) = match reading.disk_total {
+        0 => disk(hub, &info).await?,
+        total => (reading.disk_used, total),
+    };
     Ok(Metric {
         at: hub.now(),
         cpu_count: reading.cpu_count,
@@ -50,9 +54,25 @@ async fn sample(hub: &Hub, handle: &Handle) -> Result<Metric, NodeError> {
         mem_used: reading.mem_used,
         mem_total: reading.mem_total,
         mem_cache: reading.mem_cache,
-        disk_used: reading.disk_used,
-        disk_total: reading.disk_total,
+        disk_used,
+        disk_total,
     })
+}
+
+/// The disk as seen from outside, used and all, where the kernel inside does not know it: the root file
+/// system, and what was written over it of what may be.
+async fn disk(hub: &Hub, info: &SandboxInfo) -> Result<(u64, u64), NodeError> {
+    let written = match &info.runtime {
+        Some(runtime) => hub.engine(info.engine)?.usage(&info.id, runtime).await?.disk_bytes,
+        None => 0,
+    };
+    let (images, rootfs) = (hub.images.clone(), info.rootfs.clone());
+    let image = hub
+        .blocking("the reading of an image", move || images.load(&rootfs))
+        .await?
+        .map_err(|error| NodeError::internal(error.to_string()))?;
+    let may = u64::from(info.shape.disk_mib) << 20;
+    Ok((image.bytes.saturating_add(written), image.bytes.saturating_add(may)))
 }
 
 /// The history, and a fresh reading at its end where the sandbox runs and the time asked for has come.

@@ -161,11 +161,13 @@ fn s29_a_pause_that_was_cut_off_loses_nothing() {
     for (at, expected) in [
         ("checkpoint:before", State::Running),
         ("checkpoint:after", State::Paused { tier: Tier::Frozen }),
-        ("stop:before", State::Paused { tier: Tier::Frozen }),
+        // Either is true, as the daemon's last commit came before its end or not.
+        ("stop:before", State::Paused { tier: Tier::Disk }),
         ("stop:after", State::Paused { tier: Tier::Disk }),
     ] {
         let (host, id, state) = crash_and_check(Operation::Pause, at);
-        assert_eq!(state, expected, "{at}");
+        let thawable = at == "stop:before" && state == (State::Paused { tier: Tier::Frozen });
+        assert!(state == expected || thawable, "{at}: {state:?}");
         goes_on(&host, &id, "first");
     }
 }

@@ -1,4 +1,4 @@
-//! Taking a snapshot: quiesce → checkpoint into a draft → publish → (stop) → write down.
+//! Taking a snapshot: quiesce → checkpoint into a draft → publish → write down.
 //!
 //! Where the runtime is to end, it is held, frozen as the image has it, until the snapshot exists: a
 //! pause that fails or is interrupted anywhere before that leaves the sandbox to be thawed.
@@ -42,10 +42,11 @@ impl NotTaken {
 }
 
 impl Job {
-    /// `After::KeepRunning` or, with the runtime gone afterwards, `After::Stop`.
+    /// `After::KeepRunning`, or `After::Hold` with the runtime to be ended once there is a snapshot.
     pub(super) async fn capture(&self, reason: Reason, after: After) -> Result<Taken, NotTaken> {
         let runtime = self.runtime().map_err(NotTaken::Unchanged)?;
         self.check_room(&runtime).await.map_err(NotTaken::Unchanged)?;
+        self.reached("room");
         let dir = self.engine.keeper_dir(&self.order.info.id);
         let mut notes = Vec::new();
         // Without a keeper nobody can be asked.
@@ -55,6 +56,7 @@ impl Job {
                 Err(error) => notes.push(format!("the file systems were not synced first: {error}")),
             }
         }
+        self.reached("quiesced");
         let taken = self.take(reason, after, &runtime, notes).await;
         if after == After::KeepRunning || matches!(taken, Err(NotTaken::Unchanged(_))) {
             self.go_on(&dir).await;
@@ -71,29 +73,29 @@ impl Job {
     ) -> Result<Taken, NotTaken> {
         let id = &self.order.info.id;
         let draft = self.begin_draft().await.map_err(NotTaken::Unchanged)?;
-        let held = if after == After::Stop { After::Hold } else { after };
-        let captured = self.engine.checkpoint(id, runtime, draft.path(), held).await.map_err(not_taken)?;
+        let captured = self.engine.checkpoint(id, runtime, draft.path(), after).await.map_err(not_taken)?;
+        self.reached("captured");
         let files = captured.files.into_iter().map(|file| (file.name, file.role)).collect();
         let published = self.publish(draft, files, self.manifest(reason)).await;
-        let ended = match &published {
-            Ok(_) if held == After::Hold => self.engine.stop(id, runtime).await.map_err(NodeError::from),
-            _ => Ok(()),
-        };
-        match (published, ended) {
-            (Ok(manifest), Ok(())) => {
+        self.reached("published");
+        match published {
+            Ok(manifest) => {
                 self.write_down(&manifest).await;
                 Ok(Taken { manifest, stopped: captured.stopped, notes: [notes, captured.notes].concat() })
             }
-            (Err(error), _) | (Ok(_), Err(error)) if held == After::Hold => {
-                Err(match self.engine.thaw(id, runtime).await {
-                    Ok(()) => NotTaken::Unchanged(error),
-                    Err(thaw) => NotTaken::Lost(NodeError::new(
-                        error.code.clone(),
-                        format!("{error}; and it cannot be let go on: {thaw}"),
-                    )),
-                })
+            Err(error) if after == After::Hold => Err(self.let_go(runtime, error).await),
+            Err(error) => Err(NotTaken::Unchanged(error)),
+        }
+    }
+
+    /// Undoes `After::Hold`.
+    async fn let_go(&self, runtime: &RuntimeId, error: NodeError) -> NotTaken {
+        match self.engine.thaw(&self.order.info.id, runtime).await {
+            Ok(()) => NotTaken::Unchanged(error),
+            Err(thaw) => {
+                let message = format!("{error}; and it cannot be let go on: {thaw}");
+                NotTaken::Lost(NodeError::new(error.code, message))
             }
-            (Err(error), _) | (Ok(_), Err(error)) => Err(NotTaken::Unchanged(error)),
         }
     }
 

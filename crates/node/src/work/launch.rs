@@ -136,8 +136,13 @@ impl Job {
         self.engine.can_restore(manifest).map_err(|error| NotLaunched::Refused(error.into()))?;
         let spec = self.restore_spec(manifest, session);
         let cancel = Cancel::default();
-        let (restored, verified) =
-            tokio::join!(self.engine.restore(spec), self.verify_until(manifest, &cancel));
+        let restore = async {
+            let restored = self.engine.restore(spec).await;
+            self.reached("restored");
+            restored
+        };
+        let (restored, verified) = tokio::join!(restore, self.verify_until(manifest, &cancel));
+        self.reached("restored and verified");
         let restored = match (restored, verified) {
             (Ok(restored), Ok(())) => restored,
             (Ok(_), Err(error)) => {
@@ -153,6 +158,7 @@ impl Job {
         // Whoever's memory it is, it shall not take itself for another.
         let foreign = manifest.sandbox != self.order.info.id;
         let woken = self.wake_or_stop(&self.wake(birth, foreign)).await?;
+        self.reached("woken");
         if foreign && !woken.reseeded && !self.engine.random_from_host() {
             self.stop_new().await;
             let message =

@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 
 use dormouse_engine::{After, Engine, EngineError, Failure};
 use dormouse_snapshot::{Manifest, Reason};
-use dormouse_types::{Generation, SnapshotId};
+use dormouse_types::{Generation, RuntimeId, SandboxId, SnapshotId};
 use dormouse_wire::keeper::Session;
+use tokio::task::JoinHandle;
 
 use crate::error::{ErrorCode, NodeError};
 use crate::hub::Hub;
@@ -50,11 +51,13 @@ pub struct Report {
     pub info: Option<SandboxInfo>,
     pub receipt: Option<Receipt>,
     pub snapshot: Option<SnapshotInfo>,
+    /// Held, and to be ended now; the next work waits for that.
+    pub ending: Option<RuntimeId>,
 }
 
 impl Report {
     fn new(outcome: Outcome) -> Self {
-        Self { outcome, info: None, receipt: None, snapshot: None }
+        Self { outcome, info: None, receipt: None, snapshot: None, ending: None }
     }
 
     pub fn unchanged(error: impl Into<NodeError>) -> Self {
@@ -67,6 +70,32 @@ impl Report {
 
     fn done() -> Self {
         Self::new(Outcome::Done { snapshot: None })
+    }
+}
+
+/// A held runtime that is being ended.
+pub struct Ending {
+    engine: Arc<dyn Engine>,
+    sandbox: SandboxId,
+    runtime: RuntimeId,
+    task: JoinHandle<Result<(), EngineError>>,
+}
+
+impl Ending {
+    pub fn begin(engine: Arc<dyn Engine>, sandbox: SandboxId, runtime: RuntimeId) -> Self {
+        let task = tokio::spawn({
+            let (engine, sandbox, runtime) = (Arc::clone(&engine), sandbox.clone(), runtime.clone());
+            async move { engine.stop(&sandbox, &runtime).await }
+        });
+        Self { engine, sandbox, runtime, task }
+    }
+
+    /// Until it has ended; tried once more where that failed.
+    pub async fn ended(self) -> Result<(), EngineError> {
+        match self.task.await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(_)) | Err(_) => self.engine.stop(&self.sandbox, &self.runtime).await,
+        }
     }
 }
 
@@ -122,6 +151,11 @@ impl Job {
         u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
+    /// For whoever looks where the time goes.
+    fn reached(&self, step: &'static str) {
+        tracing::debug!(sandbox = %self.order.info.id, step, after_ms = self.took_ms());
+    }
+
     fn receipt(&self, operation: &str, snapshot: Option<SnapshotId>) -> Receipt {
         Receipt {
             sandbox: self.order.info.id.clone(),
@@ -139,7 +173,7 @@ impl Job {
     }
 
     /// The runtime that serves now.
-    fn runtime(&self) -> Result<dormouse_types::RuntimeId, NodeError> {
+    fn runtime(&self) -> Result<RuntimeId, NodeError> {
         self.order
             .info
             .runtime
@@ -189,9 +223,9 @@ impl Job {
                 let receipt = self.capture_receipt("checkpoint", &captured);
                 Report {
                     outcome: Outcome::Done { snapshot: Some(captured.manifest.id.clone()) },
-                    info: None,
                     receipt: Some(receipt),
                     snapshot: Some(SnapshotInfo::of(&captured.manifest)),
+                    ..Report::done()
                 }
             }
             Err(failed) => failed.report(),
@@ -199,10 +233,12 @@ impl Job {
     }
 
     async fn pause(self, reason: Reason) -> Report {
-        match self.capture(reason, After::Stop).await {
+        match self.capture(reason, After::Hold).await {
             Ok(captured) => {
                 let receipt = self.capture_receipt("pause", &captured);
                 Report {
+                    // It is frozen for good: its end takes as long as it takes, nobody waits for it.
+                    ending: self.order.info.runtime.clone(),
                     outcome: Outcome::Done { snapshot: Some(captured.manifest.id.clone()) },
                     info: Some(SandboxInfo { runtime: None, ..self.order.info.clone() }),
                     receipt: Some(receipt),
@@ -267,10 +303,15 @@ impl Job {
     }
 
     async fn replace_keeper(self) -> Report {
-        let captured = match self.capture(Reason::Internal, After::Stop).await {
+        let captured = match self.capture(Reason::Internal, After::Hold).await {
             Ok(captured) => captured,
             Err(failed) => return failed.report(),
         };
+        if let Some(runtime) = self.order.info.runtime.clone()
+            && let Err(error) = self.engine.stop(&self.order.info.id, &runtime).await
+        {
+            return Report::unchanged(error);
+        }
         let snapshot = Some(captured.manifest.id.clone());
         match self.launch(&captured.manifest, Session::New, None).await {
             Ok(launched) => {
