@@ -2,7 +2,7 @@
 //!
 //! Order matters: the lock first; every sandbox is looked for before the engine sweeps what nobody owns.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};
 use std::path::Path;
@@ -19,7 +19,7 @@ use crate::actor;
 use crate::config::NodeConfig;
 use crate::error::OpenError;
 use crate::hub::Hub;
-use crate::journal::{Journal, Opened, PendingOp, SandboxRow};
+use crate::journal::{self, Journal, Lost, Opened, PendingOp, SandboxRow};
 use crate::lifecycle::{Action, Busy, Found, Machine, NOBODY, Phase, Rest, Work, recover};
 use crate::model::{OnTimeout, SandboxInfo, State, Tier};
 use crate::retention;
@@ -48,14 +48,14 @@ pub async fn open(config: NodeConfig) -> Result<Booted, OpenError> {
     };
     folder(&dir)?;
     let lock = take_lock(&dir)?;
-    let Opened { journal, kept_aside } = Journal::open(&dir)?;
+    let Opened { journal, lost } = Journal::open(&dir)?;
     let mut notes = Vec::new();
     write_agent(&config)?;
     let failed = |error: crate::journal::JournalError| OpenError::Journal {
         path: dir.clone(),
         why: error.to_string(),
     };
-    let rows = journal.sandboxes().await.map_err(failed)?;
+    let mut rows = journal.sandboxes().await.map_err(failed)?;
     let last_event = journal.last_event().await.map_err(failed)?;
     let snapshots = dir.join("snapshots");
     let (store, swept) = Store::open(&snapshots)
@@ -69,21 +69,41 @@ pub async fn open(config: NodeConfig) -> Result<Booted, OpenError> {
     retention::reconcile(&hub)
         .await
         .map_err(|error| OpenError::Store { path: snapshots, why: error.to_string() })?;
-    let rows = if kept_aside.is_some() { paused_by_snapshots(&hub, &mut notes).await } else { rows };
+    if let Some(lost) = &lost {
+        notes.push(lost_note(lost));
+        let known: HashSet<SandboxId> = rows.iter().map(|row| row.info.id.clone()).collect();
+        let asleep = paused_by_snapshots(&hub, &mut notes, &known).await;
+        rows.extend(asleep);
+    }
     let keep = adopt_all(&hub, rows, &mut notes).await;
-    match &kept_aside {
-        None => sweep(&hub, &keep, &mut notes).await?,
-        Some(kept) => notes.push(format!(
-            "the journal was damaged and is kept at {}; a new one was begun. Paused sandboxes were found again by \
-             their snapshots; what ran is not known any more, but nothing of it was removed (`dormouse gc` does), \
-             and API keys and templates must be made again",
-            kept.display()
-        )),
+    if journal::is_forgetful(&dir) {
+        notes.push(
+            "runtimes and keepers that are not known are left alone since the journal was lost: they may be \
+             sandboxes that it forgot; `dormouse gc` removes them"
+                .to_owned(),
+        );
+    } else {
+        sweep(&hub, &keep, &mut notes).await?;
     }
     for note in &notes {
         tracing::warn!(note, "found at the start");
     }
     Ok(Booted { hub, lock, notes })
+}
+
+fn lost_note(lost: &Lost) -> String {
+    let was = lost.kept_aside.as_ref().map_or_else(
+        || "the journal was gone".to_owned(),
+        |kept| format!("the journal was damaged and is kept at {}", kept.display()),
+    );
+    if lost.brought_back {
+        format!("{was}; a new one was begun from its copy, which may lack the last second")
+    } else {
+        format!(
+            "{was}, and no copy of it could be read; a new one was begun. Paused sandboxes are found again by \
+             their snapshots; what ran is not known any more, and API keys and templates must be made again"
+        )
+    }
 }
 
 fn chain(error: &dyn std::error::Error) -> String {
@@ -145,13 +165,17 @@ fn write_agent(config: &NodeConfig) -> Result<(), OpenError> {
 
 /// Without a journal a snapshot that a pause left still says which sandbox sleeps there. Tokens and
 /// metadata are lost.
-async fn paused_by_snapshots(hub: &Arc<Hub>, notes: &mut Vec<String>) -> Vec<SandboxRow> {
+async fn paused_by_snapshots(
+    hub: &Arc<Hub>,
+    notes: &mut Vec<String>,
+    known: &HashSet<SandboxId>,
+) -> Vec<SandboxRow> {
     let store = hub.store.clone();
     let listed = hub.blocking("the list of snapshots", move || store.list()).await;
     let mut newest: HashMap<SandboxId, Manifest> = HashMap::new();
     for manifest in listed.ok().and_then(Result::ok).unwrap_or_default() {
         // Oldest first: the last one of each stays.
-        if manifest.reason != Reason::Template {
+        if manifest.reason != Reason::Template && !known.contains(&manifest.sandbox) {
             newest.insert(manifest.sandbox.clone(), manifest);
         }
     }

@@ -9,6 +9,7 @@ use dormouse_types::EngineKind;
 use crate::boot;
 use crate::error::NodeError;
 use crate::hub::Hub;
+use crate::journal;
 use crate::model::{Collected, State};
 use crate::retention;
 
@@ -94,7 +95,9 @@ async fn sweep(hub: &Arc<Hub>, leftovers: &mut Vec<String>) -> Result<(), NodeEr
     for info in actors {
         keep.entry(info.engine).or_default().push((info.id, info.runtime));
     }
-    boot::sweep(hub, &keep, leftovers).await.map_err(|error| NodeError::internal(error.to_string()))
+    boot::sweep(hub, &keep, leftovers).await.map_err(|error| NodeError::internal(error.to_string()))?;
+    // Only a person calls this: what the journal had forgotten is gone now, or was not there.
+    journal::trust_again(&hub.config.data_dir).map_err(|error| NodeError::internal(error.to_string()))
 }
 
 /// Removes what expires while the daemon runs.

@@ -27,7 +27,7 @@ impl KeyStore {
             path: data_dir.to_owned(),
             source,
         })?;
-        Ok(Self { journal: Journal::open(data_dir)?.journal })
+        Ok(Self { journal: Journal::open_beside(data_dir)? })
     }
 
     /// The secret is told once; only its hash is kept.

@@ -7,6 +7,7 @@
 //! Callers send closures over a bounded channel; the thread runs what has gathered in one transaction
 //! (each in its own savepoint) and answers after the commit.
 
+mod copy;
 mod keys;
 mod log;
 mod migrations;
@@ -75,6 +76,7 @@ pub struct Journal(Arc<Writer>);
 struct Writer {
     jobs: Option<mpsc::SyncSender<Job>>,
     thread: Option<JoinHandle<()>>,
+    copier: Option<JoinHandle<()>>,
 }
 
 impl Drop for Writer {
@@ -83,37 +85,95 @@ impl Drop for Writer {
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             tracing::error!("the journal's writer ended abnormally");
         }
+        // The writer's end was its end's signal.
+        if self.copier.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the thread that copies the journal ended abnormally");
+        }
     }
 }
 
 /// What opening found.
 pub struct Opened {
     pub journal: Journal,
-    /// The damaged file's new name.
+    pub lost: Option<Lost>,
+}
+
+/// The journal was damaged or gone.
+#[derive(Debug)]
+pub struct Lost {
+    /// The damaged file's new name; `None`: there was no file.
     pub kept_aside: Option<PathBuf>,
+    /// The new one began from the copy.
+    pub brought_back: bool,
+}
+
+/// Exists from a loss until a person has all leftovers removed: what is not known may be only forgotten.
+const FORGETFUL: &str = "node.db.forgetful";
+
+/// Whether something may live here that the journal has forgotten.
+#[must_use]
+pub fn is_forgetful(data_dir: &Path) -> bool {
+    data_dir.join(FORGETFUL).exists()
+}
+
+/// A person said that all that is not known may go.
+pub fn trust_again(data_dir: &Path) -> std::io::Result<()> {
+    match std::fs::remove_file(data_dir.join(FORGETFUL)) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
 }
 
 impl Journal {
+    /// For the one daemon that holds the folder's lock.
     pub fn open(data_dir: &Path) -> Result<Opened, OpenError> {
         let path = data_dir.join(FILE);
         let failed =
             |error: rusqlite::Error| OpenError::Journal { path: path.clone(), why: error.to_string() };
-        let (connection, kept_aside) = match connect(&path) {
-            Ok(connection) => (connection, None),
-            Err(error) if is_damage(&error) => {
-                let kept = keep_aside(&path)?;
-                (connect(&path).map_err(failed)?, Some(kept))
+        let io = |action, source| OpenError::Io { action, path: path.clone(), source };
+        let connected = if is_missing(data_dir) { None } else { Some(connect(&path)) };
+        let (connection, lost) = match connected {
+            Some(Ok(connection)) => (connection, None),
+            Some(Err(error)) if !is_damage(&error) => return Err(failed(error)),
+            damaged_or_gone => {
+                let why = damaged_or_gone.map_or_else(|| "it was gone".to_owned(), |it| describe_damage(&it));
+                std::fs::write(data_dir.join(FORGETFUL), why)
+                    .map_err(|source| io("write down the loss of", source))?;
+                let kept_aside = keep_aside(&path)?;
+                let brought_back =
+                    copy::bring_back(&path).map_err(|source| io("bring back the copy of", source))?;
+                (connect(&path).map_err(failed)?, Some(Lost { kept_aside, brought_back }))
             }
-            Err(error) => return Err(failed(error)),
         };
         migrations::run(&connection, &path)?;
+        Ok(Opened { journal: Self::start(connection, &path)?, lost })
+    }
+
+    /// For whoever may come beside the daemon: repairs nothing.
+    pub fn open_beside(data_dir: &Path) -> Result<Self, OpenError> {
+        let path = data_dir.join(FILE);
+        let failed = |why: String| OpenError::Journal { path: path.clone(), why };
+        if is_missing(data_dir) {
+            return Err(failed("it is gone; `dormouse serve` begins a new one from its copy".to_owned()));
+        }
+        let connection = connect(&path).map_err(|error| {
+            let mend = if is_damage(&error) { "; `dormouse serve` keeps it aside and goes on" } else { "" };
+            failed(format!("{error}{mend}"))
+        })?;
+        migrations::run(&connection, &path)?;
+        Self::start(connection, &path)
+    }
+
+    fn start(connection: Connection, path: &Path) -> Result<Self, OpenError> {
+        let failed = |source| OpenError::Io { action: "start the writer of", path: path.to_owned(), source };
+        let named = |name: &str| std::thread::Builder::new().name(name.to_owned());
         let (jobs, receiver) = mpsc::sync_channel(WAITING_MAX);
-        let thread = std::thread::Builder::new()
-            .name("journal".to_owned())
-            .spawn(move || write_all(&connection, &receiver))
-            .map_err(|source| OpenError::Io { action: "start the writer of", path: path.clone(), source })?;
-        let journal = Self(Arc::new(Writer { jobs: Some(jobs), thread: Some(thread) }));
-        Ok(Opened { journal, kept_aside })
+        let (changed, changes) = mpsc::sync_channel(1);
+        let thread =
+            named("journal").spawn(move || write_all(&connection, &receiver, &changed)).map_err(failed)?;
+        let copied = path.to_owned();
+        let copier = named("journal-copy").spawn(move || copy::keep(&copied, &changes)).map_err(failed)?;
+        Ok(Self(Arc::new(Writer { jobs: Some(jobs), thread: Some(thread), copier: Some(copier) })))
     }
 
     /// Runs `work` in the writer's thread; resolves after its commit. What the closure did is undone
@@ -195,9 +255,24 @@ fn is_damage(error: &rusqlite::Error) -> bool {
     )
 }
 
-fn keep_aside(path: &Path) -> Result<PathBuf, OpenError> {
+fn describe_damage(connected: &rusqlite::Result<Connection>) -> String {
+    connected.as_ref().err().map_or_else(String::new, ToString::to_string)
+}
+
+/// No journal where there must have been one: SQLite would begin an empty one without a word.
+fn is_missing(data_dir: &Path) -> bool {
+    let empty = std::fs::metadata(data_dir.join(FILE)).map_or(true, |about| about.len() == 0);
+    let filled =
+        |name: &str| std::fs::read_dir(data_dir.join(name)).is_ok_and(|mut entries| entries.next().is_some());
+    empty && (copy::path(data_dir).exists() || ["snapshots", "run"].into_iter().any(filled))
+}
+
+/// The new name of the file, if there was one.
+fn keep_aside(path: &Path) -> Result<Option<PathBuf>, OpenError> {
     let name = |count: u32, suffix: &str| path.with_file_name(format!("{FILE}.damaged.{count}{suffix}"));
-    let count = (1..10_000).find(|count| !name(*count, "").exists()).unwrap_or(0);
+    let free = |count: &u32| ["", "-wal", "-shm"].iter().all(|suffix| !name(*count, suffix).exists());
+    let count = (1..10_000).find(free).unwrap_or(0);
+    let there = path.exists();
     for suffix in ["", "-wal", "-shm"] {
         let from = path.with_file_name(format!("{FILE}{suffix}"));
         match std::fs::rename(&from, name(count, suffix)) {
@@ -207,7 +282,7 @@ fn keep_aside(path: &Path) -> Result<PathBuf, OpenError> {
             _ => {}
         }
     }
-    Ok(name(count, ""))
+    Ok(there.then(|| name(count, "")))
 }
 
 fn in_savepoint<T>(
@@ -221,7 +296,7 @@ fn in_savepoint<T>(
     result
 }
 
-fn write_all(connection: &Connection, jobs: &mpsc::Receiver<Job>) {
+fn write_all(connection: &Connection, jobs: &mpsc::Receiver<Job>, changed: &mpsc::SyncSender<()>) {
     while let Ok(first) = jobs.recv() {
         let mut finishes = Vec::new();
         let begun = connection.execute_batch("BEGIN IMMEDIATE");
@@ -234,6 +309,8 @@ fn write_all(connection: &Connection, jobs: &mpsc::Receiver<Job>) {
         if committed.is_err() && !connection.is_autocommit() {
             drop(connection.execute_batch("ROLLBACK"));
         }
+        // Full: the copier is told already.
+        let _ = changed.try_send(());
         for finish in finishes {
             let outcome = match &committed {
                 Ok(()) => Ok(()),

@@ -21,7 +21,7 @@ async fn a_damaged_file_is_kept_aside_and_named() {
     let path = dir.path().join("node.db");
     std::fs::write(&path, vec![7_u8; 8192]).unwrap();
     let opened = Journal::open(dir.path()).unwrap();
-    let kept = opened.kept_aside.expect("the damage was not noticed");
+    let kept = opened.lost.expect("the damage was not noticed").kept_aside.expect("it was not kept");
     assert_eq!(std::fs::read(&kept).unwrap(), vec![7_u8; 8192]);
     assert!(opened.journal.keys().await.unwrap().is_empty());
 }

@@ -263,24 +263,68 @@ fn a_second_daemon_is_refused_by_name() {
     host.life(async |_node| {});
 }
 
-#[test]
-fn a_damaged_journal_is_kept_aside_and_costs_no_runtime() {
-    let host = host();
-    let (id, paused) = host.life(async |node| {
-        let paused = node.create(request(None)).await.unwrap().0.id;
-        host.world.set_memory(&paused, "asleep");
-        node.pause(&paused, PauseRequest::default()).await.unwrap();
-        (node.create(request(None)).await.unwrap().0.id, paused)
-    });
-    std::fs::write(host.dir.path().join("node.db"), vec![9_u8; 40_000]).unwrap();
+/// One that sleeps and one that runs, made in a daemon's life that is over.
+fn asleep_and_awake(host: &Host) -> (SandboxId, SandboxId) {
+    host.life(async |node| {
+        let asleep = node.create(request(None)).await.unwrap().0.id;
+        host.world.set_memory(&asleep, "asleep");
+        node.pause(&asleep, PauseRequest::default()).await.unwrap();
+        (asleep, node.create(request(None)).await.unwrap().0.id)
+    })
+}
+
+fn damage(host: &Host, damage: impl Fn(&std::path::Path)) {
+    damage(&host.dir.path().join("node.db"));
     for suffix in ["-wal", "-shm"] {
         drop(std::fs::remove_file(host.dir.path().join(format!("node.db{suffix}"))));
     }
+}
+
+#[test]
+fn a_lost_journal_is_begun_anew_from_its_copy() {
+    let damages: [(&str, fn(&std::path::Path)); 3] = [
+        ("node.db.damaged.1", |path| std::fs::write(path, vec![9_u8; 40_000]).unwrap()),
+        ("node.db.damaged.1", |path| std::fs::write(path, b"").unwrap()),
+        ("was gone", |path| std::fs::remove_file(path).unwrap()),
+    ];
+    for (word, how) in damages {
+        let host = host();
+        let (asleep, awake) = asleep_and_awake(&host);
+        let (key, template) = host.life(async |node| {
+            (node.key_create("kept").await.unwrap().1, node.templates().await.unwrap().len())
+        });
+        damage(&host, how);
+        host.life(async |node| {
+            assert!(node.notes().iter().any(|note| note.contains(word)), "{:?}", node.notes());
+            assert_eq!(node.get(&awake).await.unwrap().state, State::Running);
+            node.resume(&asleep, None).await.unwrap();
+            assert_eq!(host.world.runtime_of(&asleep).unwrap().1.memory, "asleep");
+            assert!(node.key_verify(&key).await.unwrap().is_some(), "the key was forgotten");
+            assert_eq!(node.templates().await.unwrap().len(), template);
+        });
+    }
+}
+
+#[test]
+fn what_a_lost_journal_forgot_is_not_swept_until_somebody_says_so() {
+    let host = host();
+    let (asleep, awake) = asleep_and_awake(&host);
+    damage(&host, |path| std::fs::write(path, vec![9_u8; 40_000]).unwrap());
+    std::fs::remove_file(host.dir.path().join("node.db.copy")).unwrap();
     host.life(async |node| {
-        let note = node.notes().into_iter().find(|note| note.contains("damaged")).expect("nothing was said");
-        assert!(note.contains("node.db.damaged.1"), "{note}");
-        assert!(host.world.runtime_of(&id).is_some());
-        node.resume(&paused, None).await.unwrap();
-        assert_eq!(host.world.runtime_of(&paused).unwrap().1.memory, "asleep");
+        let said = node.notes().into_iter().any(|note| note.contains("node.db.damaged.1"));
+        assert!(said, "{:?}", node.notes());
+        node.resume(&asleep, None).await.unwrap();
+        assert_eq!(host.world.runtime_of(&asleep).unwrap().1.memory, "asleep");
+    });
+    // The next start finds a sound journal, which still knows nothing of what runs.
+    host.life(async |node| {
+        assert!(host.world.runtime_of(&awake).is_some(), "it was swept away");
+        assert!(node.notes().iter().any(|note| note.contains("left alone")), "{:?}", node.notes());
+        node.gc().await.unwrap();
+        assert!(host.world.runtime_of(&awake).is_none());
+    });
+    host.life(async |node| {
+        assert!(!node.notes().iter().any(|note| note.contains("left alone")), "{:?}", node.notes());
     });
 }
