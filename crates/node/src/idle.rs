@@ -12,6 +12,7 @@ use std::time::Duration;
 use dormouse_types::SandboxId;
 use dormouse_wire::control::Stat;
 use dormouse_wire::keeper::Status;
+use futures_util::StreamExt;
 
 use crate::actor::{Handle, View};
 use crate::agent;
@@ -21,6 +22,11 @@ use crate::lifecycle::IdleTier;
 use crate::model::{IdlePolicy, State, Tier};
 
 const LOOK: Duration = Duration::from_secs(1);
+/// Measurements within the shortest wait of a policy.
+const LOOKS_PER_WAIT: i64 = 5;
+const LOOK_MS_MIN: i64 = 900;
+const LOOK_MS_MAX: i64 = 10_000;
+const LOOKS_AT_ONCE: usize = 16;
 /// Share of one core that processes inside may use and still count as doing nothing, per mille.
 const CPU_IDLE_PER_MILLE: u64 = 20;
 
@@ -87,6 +93,12 @@ pub async fn read(hub: &Hub, handle: &Handle) -> Result<Reading, NodeError> {
     Ok(Reading { stat, ingress_open, egress_open })
 }
 
+/// How often a sandbox with this policy is asked: each question costs it a little CPU time.
+fn interval_ms(policy: &IdlePolicy) -> i64 {
+    let first_s = policy.freeze_after_s.into_iter().chain(policy.disk_after_s).min().unwrap_or(u32::MAX);
+    (i64::from(first_s) * 1000 / LOOKS_PER_WAIT).clamp(LOOK_MS_MIN, LOOK_MS_MAX)
+}
+
 /// Looks at all sandboxes with a policy until the node is gone.
 pub async fn run(hub: Weak<Hub>) {
     let mut tracks: HashMap<SandboxId, Track> = HashMap::new();
@@ -96,13 +108,23 @@ pub async fn run(hub: Weak<Hub>) {
         let actors: Vec<Handle> =
             hub.actors().into_iter().filter(|actor| actor.info().idle != IdlePolicy::default()).collect();
         tracks.retain(|id, _| actors.iter().any(|actor| actor.info().id == *id));
-        for actor in actors {
-            look(&hub, &actor, &mut tracks).await;
+        let looks = futures_util::stream::iter(actors.into_iter().map(|actor| {
+            let before = tracks.get(&actor.info().id).cloned();
+            let hub = Arc::clone(&hub);
+            async move { (actor.info().id, look(&hub, &actor, before).await) }
+        }));
+        // One that does not answer holds up nobody else.
+        let found: Vec<_> = looks.buffer_unordered(LOOKS_AT_ONCE).collect().await;
+        for (id, track) in found {
+            match track {
+                Some(track) => drop(tracks.insert(id, track)),
+                None => drop(tracks.remove(&id)),
+            }
         }
     }
 }
 
-async fn look(hub: &Arc<Hub>, actor: &Handle, tracks: &mut HashMap<SandboxId, Track>) {
+async fn look(hub: &Arc<Hub>, actor: &Handle, before: Option<Track>) -> Option<Track> {
     let View { info, activity, since } = actor.view().borrow().clone();
     let now_ms = hub.now_ms();
     match info.state {
@@ -113,24 +135,25 @@ async fn look(hub: &Arc<Hub>, actor: &Handle, tracks: &mut HashMap<SandboxId, Tr
             if due(&info.idle, true, frozen_ms + before_ms) == Some(IdleTier::Disk) {
                 actor.idle(activity, IdleTier::Disk);
             }
+            None
         }
         State::Running => {
-            let Ok(reading) = read(hub, actor).await else { return };
-            let before = tracks.get(&info.id).filter(|track| track.activity == activity);
-            let busy = !reasons(&reading, before, now_ms).is_empty();
-            let idle_since_ms = match before {
+            let before = before.filter(|track| track.activity == activity);
+            if before.as_ref().is_some_and(|track| now_ms - track.at_ms < interval_ms(&info.idle)) {
+                return before;
+            }
+            let reading = read(hub, actor).await.ok()?;
+            let busy = !reasons(&reading, before.as_ref(), now_ms).is_empty();
+            let idle_since_ms = match &before {
                 Some(track) if !busy => track.idle_since_ms,
                 _ => now_ms,
             };
-            let track = Track { activity, at_ms: now_ms, cpu_ms: reading.stat.cpu_ms, idle_since_ms };
-            tracks.insert(info.id.clone(), track);
             if let Some(tier) = due(&info.idle, false, now_ms - idle_since_ms) {
                 actor.idle(activity, tier);
             }
+            Some(Track { activity, at_ms: now_ms, cpu_ms: reading.stat.cpu_ms, idle_since_ms })
         }
-        _ => {
-            tracks.remove(&info.id);
-        }
+        _ => None,
     }
 }
 

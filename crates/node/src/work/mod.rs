@@ -289,7 +289,14 @@ impl Job {
             return Report::unchanged(error);
         }
         match self.launch(&manifest, Session::New, None).await {
-            Ok(launched) => self.started("rollback", Some(&manifest), launched),
+            Ok(launched) => {
+                let mut report = self.started("rollback", Some(&manifest), launched);
+                if let Some(receipt) = &mut report.receipt {
+                    let lost_s = self.order.hub.now_ms().saturating_sub(manifest.created_at_ms) / 1000;
+                    receipt.dropped.push(format!("all that happened in the {lost_s} s since the snapshot"));
+                }
+                report
+            }
             Err(failed) => {
                 let mut report = failed.report();
                 // The old runtime is gone, whatever became of the new one.
