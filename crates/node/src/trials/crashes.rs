@@ -282,7 +282,8 @@ fn damage(host: &Host, damage: impl Fn(&std::path::Path)) {
 
 #[test]
 fn a_lost_journal_is_begun_anew_from_its_copy() {
-    let damages: [(&str, fn(&std::path::Path)); 3] = [
+    type Harm = fn(&std::path::Path);
+    let damages: [(&str, Harm); 3] = [
         ("node.db.damaged.1", |path| std::fs::write(path, vec![9_u8; 40_000]).unwrap()),
         ("node.db.damaged.1", |path| std::fs::write(path, b"").unwrap()),
         ("was gone", |path| std::fs::remove_file(path).unwrap()),
