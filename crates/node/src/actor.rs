@@ -377,7 +377,8 @@ impl Actor {
 
     fn reply(&mut self, caller: Caller, reply: Reply, report: Option<&Report>) {
         let Some(waiting) = self.callers.remove(&caller) else { return };
-        self.refresh();
+        // Who has an answer finds the state that it speaks of.
+        self.show();
         let with_result = matches!(reply, Reply::Done);
         let told = Answer {
             reply,
@@ -486,7 +487,8 @@ impl Actor {
         let Some(runtime) = self.info.runtime.clone() else { return };
         let Ok(engine) = self.hub.engine(self.info.engine).cloned() else { return };
         let (id, back) = (self.info.id.clone(), self.back.clone());
-        self.watches.abort_all();
+        // The former watch ends with its set.
+        self.watches = JoinSet::new();
         self.watches.spawn(async move {
             let what = match engine.exited(&id, &runtime).await {
                 Exit::Runtime { why } => Ended::Runtime { why },
