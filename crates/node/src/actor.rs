@@ -339,6 +339,7 @@ impl Actor {
             }
         }
         self.commit(None).await;
+        self.show();
         Ok(())
     }
 
