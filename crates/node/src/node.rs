@@ -83,10 +83,10 @@ impl Node {
         self.hub.actor(id)?.ask(Request::Kill).await.map(drop)
     }
 
-    /// The deadline becomes now + `timeout_s`.
+    /// The deadline becomes now + `timeout_s`; 0: it is reached.
     pub async fn set_timeout(&self, id: &SandboxId, timeout_s: u32) -> Result<SandboxInfo, NodeError> {
         let actor = self.hub.actor(id)?;
-        let timeout_ms = check_timeout(&self.hub, timeout_s)?;
+        let timeout_ms = if timeout_s == 0 { 0 } else { check_timeout(&self.hub, timeout_s)? };
         Ok(actor.ask(Request::SetTimeout { timeout_ms }).await?.info)
     }
 

@@ -136,7 +136,10 @@ impl Run {
             }
             _ => {
                 self.machine.deadline_ms = self.now_ms.saturating_add(timeout_ms);
-                self.machine.timeout_ms = timeout_ms;
+                // "Now" is a wish for an end, not a length for the next time.
+                if timeout_ms > 0 {
+                    self.machine.timeout_ms = timeout_ms;
+                }
                 self.actions.push(Action::Commit);
                 self.reply(caller, Reply::TimeoutSet);
             }
