@@ -160,7 +160,8 @@ pub fn processes_of_runtime(data_dir: &Path, daemon: u32, sandbox: &str) -> Resu
 fn runtime_of(data_dir: &Path, sandbox: &str) -> Result<String> {
     let script = "import sqlite3, sys\n\
         db = sqlite3.connect(f'file:{sys.argv[1]}/node.db?mode=ro', uri=True)\n\
-        print(db.execute('select runtime from sandboxes where id = ?', (sys.argv[2],)).fetchone()[0])";
+        query = \"select json_extract(info, '$.runtime') from sandboxes where id = ?\"\n\
+        print(db.execute(query, (sys.argv[2],)).fetchone()[0])";
     let output = std::process::Command::new("python3")
         .arg("-c")
         .arg(script)
