@@ -1,3 +1,4 @@
+import inspect
 import time
 
 import pytest
@@ -67,7 +68,7 @@ def test_background_command_list_connect_kill(shared):
 def test_stdin_and_its_end(shared):
     handle = shared.commands.run("cat; echo done", background=True, stdin=True)
     shared.commands.send_stdin(handle.pid, "first\n")
-    handle.send_stdin("second\n") if hasattr(handle, "send_stdin") else shared.commands.send_stdin(handle.pid, "second\n")
+    shared.commands.send_stdin(handle.pid, b"second\n")
     shared.commands.close_stdin(handle.pid)
     assert handle.wait().stdout == "first\nsecond\ndone\n"
 
@@ -130,3 +131,82 @@ def test_grandchildren_that_hold_the_pipes_do_not_delay_a_kill(shared):
 def test_many_commands_at_once(shared):
     handles = [shared.commands.run(f"sleep 0.1; echo {i}", background=True) for i in range(20)]
     assert [handle.wait().stdout for handle in handles] == [f"{i}\n" for i in range(20)]
+
+
+def test_a_handle_streams_when_it_is_waited_for(shared):
+    out, err = [], []
+    handle = shared.commands.run("echo a; echo b >&2; echo c; exit 3", background=True)
+    with pytest.raises(CommandExitException) as failure:
+        handle.wait(on_stdout=out.append, on_stderr=err.append)
+    assert ("".join(out), "".join(err)) == ("a\nc\n", "b\n")
+    assert (failure.value.stdout, failure.value.stderr, failure.value.exit_code) == ("a\nc\n", "b\n", 3)
+
+
+def test_a_handle_is_iterated(shared):
+    handle = shared.commands.run("echo a; echo b >&2", background=True)
+    seen = [(out, err, pty) for out, err, pty in handle]
+    assert "".join(out for out, _, _ in seen if out) == "a\n"
+    assert "".join(err for _, err, _ in seen if err) == "b\n"
+    assert all(pty is None for _, _, pty in seen)
+
+
+def test_connect_streams_what_comes_after(shared):
+    first = shared.commands.run("read go; for i in 1 2 3; do echo $i; echo e$i >&2; done; exit 5", background=True, stdin=True)
+    second = shared.commands.connect(first.pid, timeout=60)
+    shared.commands.send_stdin(first.pid, "go\n")
+    out, err = [], []
+    with pytest.raises(CommandExitException) as failure:
+        second.wait(on_stdout=out.append, on_stderr=err.append)
+    assert failure.value.exit_code == 5
+    assert ("".join(out), "".join(err)) == ("1\n2\n3\n", "e1\ne2\ne3\n")
+    with pytest.raises(CommandExitException) as failure:
+        first.wait()
+    assert (failure.value.stdout, failure.value.stderr) == ("1\n2\n3\n", "e1\ne2\ne3\n")
+
+
+def test_connect_to_one_that_just_ended(shared):
+    handle = shared.commands.run("exit 6", background=True)
+    with pytest.raises(CommandExitException):
+        handle.wait()
+    with pytest.raises(CommandExitException) as failure:
+        shared.commands.connect(handle.pid).wait()
+    assert failure.value.exit_code == 6
+
+
+def test_disconnect_and_connect_again(shared):
+    handle = shared.commands.run("read go; echo heard $go", background=True, stdin=True, timeout=0)
+    handle.disconnect()
+    again = shared.commands.connect(handle.pid)
+    shared.commands.send_stdin(again.pid, "you\n")
+    assert again.wait().stdout == "heard you\n"
+
+
+def test_a_handle_kills_and_types(shared):
+    sleeper = shared.commands.run("sleep 1000", background=True, timeout=0)
+    assert sleeper.kill() is True
+    with pytest.raises(CommandExitException):
+        sleeper.wait()
+    assert sleeper.kill() is False
+    typed = shared.commands.run("cat", background=True, stdin=True)
+    if hasattr(typed, "send_stdin"):
+        typed.send_stdin("typed\n")
+        typed.close_stdin()
+    else:
+        shared.commands.send_stdin(typed.pid, "typed\n")
+        shared.commands.close_stdin(typed.pid)
+    assert typed.wait().stdout == "typed\n"
+
+
+def test_output_need_not_be_kept(shared):
+    if "retain_output" not in inspect.signature(shared.commands.run).parameters:
+        pytest.skip("this SDK keeps all output")
+    seen = []
+    result = shared.commands.run("echo seen", on_stdout=seen.append, retain_output=False)
+    assert (result.stdout, result.stderr, result.exit_code, seen) == (None, None, 0, ["seen\n"])
+
+
+def test_stdin_of_what_is_not_there(shared):
+    with pytest.raises(NotFoundException):
+        shared.commands.send_stdin(999_999, "x")
+    with pytest.raises(NotFoundException):
+        shared.commands.close_stdin(999_999)

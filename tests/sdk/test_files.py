@@ -1,9 +1,11 @@
 import hashlib
+import inspect
 import io
 
 import pytest
 from conftest import eventually
-from e2b import FileType, InvalidArgumentException, NotFoundException
+from e2b import FileType, InvalidArgumentException, NotFoundException, SandboxException
+from e2b.exceptions import AuthenticationException
 
 GIB = 1 << 30
 BLOCK = bytes(range(256)) * 4096
@@ -88,6 +90,77 @@ def test_exists_make_rename_remove(shared):
         files.rename("absent", "elsewhere")
 
 
+def test_write_from_text_files_and_in_one_go(shared):
+    files = shared.files
+    files.write("text-file.txt", io.StringIO("täxt\n" * 1000))
+    assert files.read("text-file.txt") == "täxt\n" * 1000
+    files.write_files(
+        [
+            {"path": "mixed/a.txt", "data": "a"},
+            {"path": "mixed/b.bin", "data": b"\x00\xff"},
+            {"path": "/home/user/mixed/c ä \"quoted\".txt", "data": io.BytesIO(b"c")},
+        ]
+    )
+    assert files.read("mixed/a.txt") == "a"
+    assert bytes(files.read("mixed/b.bin", format="bytes")) == b"\x00\xff"
+    assert files.read('mixed/c ä "quoted".txt') == "c"
+    assert files.write_files([]) == []
+    assert files.read("text-file.txt", gzip=True) == "täxt\n" * 1000
+
+
+def test_both_ways_to_upload(shared):
+    if "use_octet_stream" not in inspect.signature(shared.files.write).parameters:
+        pytest.skip("this SDK knows one way")
+    for octets in (False, True):
+        shared.files.write("either.txt", f"octets {octets}", use_octet_stream=octets)
+        assert shared.files.read("either.txt") == f"octets {octets}"
+
+
+def test_entries_tell_everything(shared):
+    shared.files.write("all/of.txt", "four")
+    shared.commands.run("chmod 640 all/of.txt && touch -d 2001-02-03T04:05:06Z all/of.txt")
+    entry = shared.files.get_info("all/of.txt")
+    assert (entry.name, entry.path, entry.type, entry.size) == ("of.txt", "/home/user/all/of.txt", FileType.FILE, 4)
+    assert (entry.mode, entry.permissions) == (0o640, "-rw-r-----")
+    assert entry.modified_time.isoformat().startswith("2001-02-03T04:05:06")
+    folder = shared.files.get_info("all")
+    assert (folder.type, folder.permissions[0]) == (FileType.DIR, "d")
+    listed = shared.files.list("all")
+    assert listed == [entry]
+    assert shared.files.list("~/all") == shared.files.list("/home/user/all") == listed
+
+
+def test_folders_move_whole(shared):
+    shared.files.write("from/sub/x.txt", "x")
+    moved = shared.files.rename("from", "new/parent/to")
+    assert (moved.path, moved.type) == ("/home/user/new/parent/to", FileType.DIR)
+    assert shared.files.read("new/parent/to/sub/x.txt") == "x"
+    assert not shared.files.exists("from")
+
+
+def test_other_users_see_what_they_may(shared):
+    shared.files.make_dir("/root/kept", user="root")
+    assert shared.files.exists("/root/kept", user="root")
+    assert [entry.name for entry in shared.files.list("/root/kept", user="root")] == []
+    shared.files.rename("/root/kept", "/root/moved", user="root")
+    shared.files.remove("/root/moved", user="root")
+    with pytest.raises(AuthenticationException):
+        shared.files.read("x", user="nobody-of-this-name")
+    with pytest.raises(AuthenticationException):
+        shared.files.write("x", "x", user="nobody-of-this-name")
+    with pytest.raises(AuthenticationException):
+        shared.files.list("/", user="nobody-of-this-name")
+
+
+def test_a_reader_may_stop_in_the_middle(shared):
+    shared.commands.run("head -c 50000000 /dev/zero > zeros")
+    stream = shared.files.read("zeros", format="stream")
+    assert next(iter(stream)).count(b"\0") > 0
+    stream.close()
+    assert shared.files.get_info("zeros").size == 50_000_000
+    shared.files.remove("zeros")
+
+
 def test_symlinks(shared):
     shared.files.write("target.txt", "t")
     shared.commands.run("ln -sf target.txt link.txt")
@@ -135,12 +208,35 @@ def test_watch(shared):
         shared.files.watch_dir("not-there")
 
 
+def test_watch_tells_entries_and_renames(shared):
+    shared.files.make_dir("seen")
+    handle = shared.files.watch_dir("seen", include_entry=True, allow_network_mounts=True)
+    shared.files.write("seen/a.txt", "x")
+    shared.files.rename("seen/a.txt", "seen/b.txt")
+    seen = []
+
+    def ended():
+        seen.extend(handle.get_new_events())
+        return seen and seen[-1].name == "b.txt"
+
+    eventually(ended)
+    kinds = [(event.name, event.type.value) for event in seen]
+    assert kinds[:3] == [("a.txt", "create"), ("a.txt", "chmod"), ("a.txt", "write")]
+    assert ("a.txt", "rename") in kinds and ("b.txt", "create") in kinds
+    created = next(event for event in seen if event.type.value == "create")
+    assert created.entry is None or created.entry.path == "/home/user/seen/a.txt"
+    assert seen[-1].entry.path == "/home/user/seen/b.txt"
+    handle.stop()
+    with pytest.raises(SandboxException):
+        handle.get_new_events()
+
+
 def test_signed_urls(shared):
     import urllib.error
     import urllib.request
 
     shared.files.write("signed.txt", "signed")
-    url = shared.download_url("signed.txt", user="user") if _takes_user(shared.download_url) else shared.download_url("signed.txt")
+    url = shared.download_url("signed.txt", user="user")
     with urllib.request.urlopen(url) as answer:
         assert answer.read() == b"signed"
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -148,10 +244,47 @@ def test_signed_urls(shared):
     assert refused.value.code == 401
 
 
-def _takes_user(function):
-    import inspect
+def test_upload_urls(shared):
+    url = shared.upload_url("uploaded.txt", user="user")
+    assert _post(url, b"by form") == 200
+    assert shared.files.read("uploaded.txt") == "by form"
+    entry = shared.files.get_info("uploaded.txt")
+    assert (entry.owner, entry.path) == ("user", "/home/user/uploaded.txt")
+    assert _post(url.replace("path=uploaded.txt", "path=elsewhere.txt"), b"x") == 401
+    assert not shared.files.exists("elsewhere.txt")
+    assert _post(shared.download_url("uploaded.txt", user="user"), b"x") == 401, "a URL to read writes nothing"
+    assert shared.files.read("uploaded.txt") == "by form"
 
-    return "user" in inspect.signature(function).parameters
+
+def test_signed_urls_expire(shared):
+    import urllib.error
+    import urllib.request
+
+    shared.files.write("expires.txt", "for a while")
+    for user in (None, "user"):
+        url = shared.download_url("expires.txt", user=user, use_signature_expiration=60)
+        with urllib.request.urlopen(url) as answer:
+            assert answer.read() == b"for a while"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(shared.download_url("expires.txt", user=user, use_signature_expiration=-5))
+        assert refused.value.code == 401
+        assert b"signature is already expired" in refused.value.read()
+
+
+def _post(url, content):
+    import urllib.error
+    import urllib.request
+
+    body = (
+        b'--mark\r\nContent-Disposition: form-data; name="file"; filename="given.txt"\r\n'
+        b"Content-Type: text/plain\r\n\r\n" + content + b"\r\n--mark--\r\n"
+    )
+    request = urllib.request.Request(url, body, {"Content-Type": "multipart/form-data; boundary=mark"})
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status
+    except urllib.error.HTTPError as refused:
+        return refused.code
 
 
 def test_a_gibibyte_up_and_down(shared):

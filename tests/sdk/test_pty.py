@@ -1,4 +1,6 @@
-from e2b import CommandExitException, PtySize
+import pytest
+from conftest import eventually
+from e2b import CommandExitException, NotFoundException, PtySize
 
 
 def read_until(handle, wanted):
@@ -19,12 +21,14 @@ def test_terminal_has_size_and_can_be_resized(shared):
     shared.pty.send_stdin(handle.pid, b"stty size\n")
     read_until(handle, b"40 120")
     assert shared.pty.kill(handle.pid) is True
-    assert shared.pty.kill(handle.pid) is False
+    # A signal is sent, not waited for: only when the shell is gone is it not found.
+    eventually(lambda: shared.pty.kill(handle.pid) is False)
 
 
 def test_interrupt_and_exit_status(shared):
     handle = shared.pty.create(PtySize(rows=24, cols=80), timeout=60, envs={"MARK": "here"})
-    shared.pty.send_stdin(handle.pid, b"echo $MARK-$TERM; sleep 1000\n")
+    # What is to be interrupted prints the mark itself: by then the terminal is its own, not the shell's.
+    shared.pty.send_stdin(handle.pid, b"sh -c 'echo $MARK-$TERM; exec sleep 1000'\n")
     read_until(handle, b"here-xterm-256color")
     shared.pty.send_stdin(handle.pid, b"\x03")
     shared.pty.send_stdin(handle.pid, b"echo after-$?\n")
@@ -45,3 +49,30 @@ def test_disconnect_and_connect_again(shared):
         shared.pty.send_stdin(handle.pid, b"echo back-again\n")
         read_until(again, b"back-again")
     assert shared.pty.kill(handle.pid) is True
+
+
+def test_directory_user_and_streamed_input(shared):
+    handle = shared.pty.create(PtySize(rows=24, cols=80), cwd="/tmp", user="root", timeout=60)
+    shared.pty.send_stdin(handle.pid, b"echo at-$PWD-as-$(whoami)\n")
+    read_until(handle, b"at-/tmp-as-root")
+    if hasattr(shared.pty, "stream_input"):
+        shared.pty.stream_input(handle.pid, [b"echo stre", b"amed-$((6 * 7))\n"])
+        read_until(handle, b"streamed-42")
+    assert handle.kill() is True
+
+
+def test_wait_hands_out_what_is_printed(shared):
+    handle = shared.pty.create(PtySize(rows=24, cols=80), timeout=60)
+    shared.pty.send_stdin(handle.pid, b"echo said-$((6 * 7)); exit\n")
+    seen = bytearray()
+    assert handle.wait(on_pty=seen.extend).exit_code == 0
+    assert b"said-42" in seen
+
+
+def test_terminals_that_are_not_there(shared):
+    with pytest.raises(NotFoundException):
+        shared.pty.send_stdin(999_999, b"x")
+    with pytest.raises(NotFoundException):
+        shared.pty.resize(999_999, PtySize(rows=1, cols=1))
+    with pytest.raises(NotFoundException):
+        shared.pty.connect(999_999)
