@@ -76,3 +76,11 @@ def test_terminals_that_are_not_there(shared):
         shared.pty.resize(999_999, PtySize(rows=1, cols=1))
     with pytest.raises(NotFoundException):
         shared.pty.connect(999_999)
+
+
+def test_what_ran_in_a_killed_terminal_is_hung_up(shared):
+    handle = shared.pty.create(PtySize(rows=24, cols=80), timeout=0)
+    shared.pty.send_stdin(handle.pid, b"sh -c 'echo be\"\"gun; exec sleep 98765'\n")
+    read_until(handle, b"begun")
+    assert handle.kill() is True
+    eventually(lambda: "98765" not in shared.commands.run("ps ax -o args").stdout)

@@ -48,9 +48,30 @@ pub fn processes() -> Processes {
     found
 }
 
+/// Processes of a session.
+#[must_use]
+pub fn session(leader: u32) -> Vec<u32> {
+    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
+    let pids =
+        entries.flatten().take(PROCESSES_MAX).filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let is_member = |pid: &u32| {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok();
+        stat.as_deref().and_then(parse_session) == Some(leader)
+    };
+    pids.filter(is_member).collect()
+}
+
+/// What follows the name, which is in brackets and may hold anything.
+fn after_name(line: &str) -> Option<std::str::SplitAsciiWhitespace<'_>> {
+    Some(line.get(line.rfind(')')? + 1..)?.split_ascii_whitespace())
+}
+
+fn parse_session(line: &str) -> Option<u32> {
+    after_name(line)?.nth(3)?.parse().ok()
+}
+
 fn parse_stat(line: &str) -> Option<Ticks> {
-    // The name, in brackets, may hold anything.
-    let mut fields = line.get(line.rfind(')')? + 1..)?.split_ascii_whitespace().skip(11);
+    let mut fields = after_name(line)?.skip(11);
     let mut next = || fields.next()?.parse::<u64>().ok();
     let (user, system) = (next()?, next()?);
     // Some kernels print negative numbers there.
@@ -91,6 +112,8 @@ mod tests {
     fn a_name_with_brackets_does_not_shift_the_fields() {
         let line = "7 (a) b (c)) S 1 7 7 0 -1 4194560 100 0 0 0 31 11 5 2 20 0 1 0 100 0 0";
         assert_eq!(parse_stat(line), Some(Ticks { own: 42, children: 7 }));
+        assert_eq!(parse_session(line), Some(7));
+        assert_eq!((parse_session("7 (a) S 1 7"), parse_session("7 (a")), (None, None));
         assert_eq!(parse_stat("7 (a"), None);
         assert_eq!(parse_stat(""), None);
     }

@@ -188,6 +188,21 @@ async fn interrupts_reach_what_runs_in_the_terminal() {
 }
 
 #[tokio::test]
+async fn a_killed_terminal_hangs_up_on_its_jobs() {
+    let agent = Agent::start();
+    let (path, gone) = fifo(agent.root.path(), "job");
+    // With job control each job has a group of its own.
+    let mut request = bash(&format!("set -m; sh -c 'exec 3>{path}; echo begun; exec sleep 1000' & wait"));
+    request.pty = Some(Pty::default());
+    let mut stream = agent.client().await.start(&request, &[]).await;
+    let pid = stream.pid().await;
+    stream.until("begun").await;
+    signal(&agent, pid, Signal::Kill).await.unwrap();
+    in_time("the end", stream.rest()).await;
+    in_time("the job's end", gone).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_signal_ends_the_group_and_waits_for_no_descendant() {
     let agent = Agent::start();
     let (path, gone) = fifo(agent.root.path(), "group");

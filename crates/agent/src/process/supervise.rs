@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use dormouse_wire::envd::process::EndEvent;
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -20,6 +20,7 @@ use super::reaper::Exit;
 use super::registry::Process;
 use super::spawn::Spawned;
 use crate::clock::sleep_awake_or_never;
+use crate::procfs;
 
 /// After the stop of a pump, at most this much is still read: more than a pipe holds.
 const REST_BYTES_MAX: usize = 1 << 20;
@@ -44,6 +45,11 @@ pub async fn supervise(
             () = &mut deadline, if !is_overdue(process) => kill_overdue(process),
         }
     };
+    if process.has_pty && matches!(exit, Exit::Signal(_)) {
+        let leader = process.pid;
+        // It looks at every process.
+        let _ = tokio::task::spawn_blocking(move || hang_up(leader)).await;
+    }
     let wait_for_descendants = matches!(exit, Exit::Code(_)) && !process.has_pty;
     let mut all_read = false;
     if wait_for_descendants {
@@ -69,6 +75,17 @@ fn is_overdue(process: &Process) -> bool {
 fn kill_overdue(process: &Process) {
     process.overdue.store(true, Ordering::Relaxed);
     process.signal(Signal::KILL);
+}
+
+/// A terminal whose shell was killed is gone, and its jobs are told so: shells do that when they may,
+/// and kernels for what is in the foreground, but gVisor's does not.
+fn hang_up(leader: u32) {
+    for pid in procfs::session(leader) {
+        if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+            // It may have ended in the meantime.
+            let _ = kill_process(pid, Signal::HUP);
+        }
+    }
 }
 
 async fn finished(pumps: &mut JoinSet<()>) {

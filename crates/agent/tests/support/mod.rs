@@ -1,7 +1,10 @@
 //! An agent on loopback, and a client of its Connect calls.
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics; clippy knows only #[test] functions as tests")]
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test that cannot go on panics; clippy knows only #[test] functions as tests"
+)]
 
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
