@@ -510,6 +510,13 @@ impl Actor {
                 tracing::warn!(sandbox = %self.info.id, %error, "what an ended runtime left was not removed");
             }
         }
+        // A keeper holds streams open for a resume, which a failed sandbox never gets: its clients would
+        // wait for ever.
+        if matches!(self.machine.phase, Phase::At(Rest::Failed { .. }))
+            && let Err(error) = engine.destroy(&self.info.id, None).await
+        {
+            tracing::warn!(sandbox = %self.info.id, %error, "the keeper of a failed sandbox was not ended");
+        }
     }
 
     fn tell_report(&self, report: &Report, pending: &PendingOp) {

@@ -32,7 +32,14 @@ pub async fn get(app: Shared, Id(id): Id) -> Outcome {
     let info = app.node.get(&id).await?;
     let mut told = convert::info(&info);
     if matches!(info.state, State::Running) {
-        told.why_awake = app.node.why_awake(&id).await?;
+        told.why_awake = match app.node.why_awake(&id).await {
+            Ok(why) => why,
+            // It may have ended meanwhile; if not, the rest is still worth telling.
+            Err(error) => {
+                told = convert::info(&app.node.get(&id).await?);
+                vec![format!("not known: {error}")]
+            }
+        };
     }
     told.receipts = latest_first(&app, &id).await?;
     Ok(reply::json(200, &told))
