@@ -204,8 +204,6 @@ def test_what_is_not_offered_is_refused_and_changes_nothing(sandbox):
             sandbox.create_snapshot(mode="filesystem")
         assert sandbox.create_snapshot(mode="full").snapshot_id
     for options in (
-        {"network": {"allow_public_traffic": False}},
-        {"network": {"mask_request_host": "${PORT}.example.com"}},
         {"network": {"rules": {"example.com": [{"transform": {"headers": {"a": "b"}}}]}}},
         {"volume_mounts": {"/mnt": "some-volume"}},
         {"lifecycle": {"on_timeout": {"action": "pause", "keep_memory": False}}},

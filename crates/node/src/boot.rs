@@ -21,7 +21,7 @@ use crate::error::OpenError;
 use crate::hub::Hub;
 use crate::journal::{self, Journal, Lost, Opened, PendingOp, SandboxRow};
 use crate::lifecycle::{Action, Busy, Found, Machine, NOBODY, Phase, Rest, Work, recover};
-use crate::model::{OnTimeout, SandboxInfo, State, Tier};
+use crate::model::{Ingress, OnTimeout, SandboxInfo, State, Tier};
 use crate::retention;
 
 const LOCK: &str = "node.lock";
@@ -217,6 +217,7 @@ fn paused_row(hub: &Hub, manifest: Manifest) -> SandboxRow {
         metadata: std::collections::BTreeMap::new(),
         env: std::collections::BTreeMap::new(),
         egress: dormouse_wire::keeper::EgressRules::default(),
+        ingress: Ingress::default(),
         idle: hub.config.idle,
         on_timeout: OnTimeout::Pause,
         auto_resume: false,

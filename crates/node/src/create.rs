@@ -13,7 +13,7 @@ use crate::error::{ErrorCode, NodeError};
 use crate::hub::{Hub, lock};
 use crate::journal::{Idempotent, TemplateRow};
 use crate::lifecycle::Reply;
-use crate::model::{CreateRequest, Receipt, SandboxInfo, SnapshotRequest, State, TemplateInfo};
+use crate::model::{CreateRequest, Ingress, Receipt, SandboxInfo, SnapshotRequest, State, TemplateInfo};
 use crate::retention;
 use crate::work::Birth;
 
@@ -282,6 +282,10 @@ async fn make_asked(
         metadata: request.metadata.clone(),
         env,
         egress: request.egress.clone(),
+        ingress: Ingress {
+            token: request.ingress.with_token.then(|| random_hex(32)),
+            host: request.ingress.host.clone(),
+        },
         idle,
         on_timeout: request.on_timeout,
         auto_resume: request.auto_resume,
@@ -394,6 +398,10 @@ async fn fork_into(
             forked_from: Some(taken.info.id.clone()),
             runtime: None,
             access_token: random_hex(32),
+            ingress: Ingress {
+                token: taken.info.ingress.token.as_ref().map(|_| random_hex(32)),
+                host: taken.info.ingress.host.clone(),
+            },
             started_at: now,
             ..taken.info.clone()
         };

@@ -49,6 +49,22 @@ pub struct IdlePolicy {
     pub disk_after_s: Option<u32>,
 }
 
+/// How programs outside reach the ports of a sandbox. The agent's own port has a token of its own.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Ingress {
+    /// What a request must carry; `None`: none is asked for.
+    pub token: Option<String>,
+    /// The Host that services are told, with `${PORT}` for the port; `None`: the one of the request.
+    pub host: Option<String>,
+}
+
+/// What is asked of the way in.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct IngressRequest {
+    pub with_token: bool,
+    pub host: Option<String>,
+}
+
 #[derive(Debug, Clone)]
 pub struct CreateRequest {
     /// Template id, alias, `alias:tag`, snapshot id or snapshot name.
@@ -60,6 +76,7 @@ pub struct CreateRequest {
     pub metadata: BTreeMap<String, String>,
     pub env: BTreeMap<String, String>,
     pub egress: EgressRules,
+    pub ingress: IngressRequest,
     pub idle: IdlePolicy,
     /// `None`: the template's.
     pub shape: Option<Shape>,
@@ -251,6 +268,8 @@ pub struct SandboxInfo {
     pub metadata: BTreeMap<String, String>,
     pub env: BTreeMap<String, String>,
     pub egress: EgressRules,
+    #[serde(default)]
+    pub ingress: Ingress,
     pub idle: IdlePolicy,
     pub on_timeout: OnTimeout,
     pub auto_resume: bool,

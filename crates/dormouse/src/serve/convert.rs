@@ -23,7 +23,7 @@ pub fn sandbox(info: &model::SandboxInfo, domain: &Domain) -> e2b::Sandbox {
         envd_version: ENVD_VERSION.to_owned(),
         alias: info.template_alias.clone(),
         envd_access_token: Some(info.access_token.clone()),
-        traffic_access_token: None,
+        traffic_access_token: info.ingress.token.clone(),
         domain: Some(domain.text.clone()),
     }
 }
@@ -63,7 +63,8 @@ fn on_timeout(given: model::OnTimeout) -> e2b::OnTimeout {
 pub fn detail(info: &model::SandboxInfo, domain: &Domain) -> e2b::SandboxDetail {
     let paused = e2b_state(&info.state) == e2b::SandboxState::Paused;
     let network = e2b::SandboxNetworkConfig {
-        allow_public_traffic: Some(true),
+        allow_public_traffic: Some(info.ingress.token.is_none()),
+        mask_request_host: info.ingress.host.clone(),
         allow_out: Some(info.egress.allow.clone()),
         deny_out: Some(info.egress.deny.clone()),
         ..e2b::SandboxNetworkConfig::default()

@@ -9,18 +9,20 @@ use std::sync::Arc;
 
 use axum::body::Body;
 use dormouse_api::error::ApiError;
-use dormouse_node::model::{IdlePolicy, Purpose, State};
+use dormouse_node::model::{IdlePolicy, Ingress, Purpose, State};
 use dormouse_node::{Node, StreamError};
 use dormouse_types::{Generation, SandboxId};
-use dormouse_wire::stream::CONTROL_PORT;
+use dormouse_wire::stream::{CONTROL_PORT, ENVD_PORT};
 use http::header::{CONNECTION, EXPECT, HOST, UPGRADE};
 use http::request::Parts;
+use http::uri::Authority;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version};
 use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use serde_json::json;
+use sha2::{Digest, Sha256};
 use tokio::net::UnixStream;
 use tokio_util::sync::CancellationToken;
 
@@ -32,9 +34,14 @@ use super::reply::{self, Reply};
 const ATTEMPTS_MAX: usize = 3;
 const HEADERS_MAX: usize = 256;
 
-/// Fields that are about one connection only (RFC 9110 §7.6.1), and the control plane's key, which a
+/// Carries the token of a sandbox whose ports are not for everybody.
+const TRAFFIC_TOKEN_HEADER: &str = "e2b-traffic-access-token";
+/// As long as a host name may be.
+const HOST_BYTES_MAX: usize = 253;
+
+/// Fields that are about one connection only (RFC 9110 §7.6.1), and the keys to get here, which a
 /// service in a sandbox must never see.
-const NOT_FORWARDED: [HeaderName; 10] = [
+const NOT_FORWARDED: [HeaderName; 11] = [
     HeaderName::from_static("keep-alive"),
     HeaderName::from_static("proxy-connection"),
     HeaderName::from_static("proxy-authenticate"),
@@ -42,6 +49,7 @@ const NOT_FORWARDED: [HeaderName; 10] = [
     HeaderName::from_static("te"),
     HeaderName::from_static("transfer-encoding"),
     HeaderName::from_static("x-api-key"),
+    HeaderName::from_static(TRAFFIC_TOKEN_HEADER),
     CONNECTION,
     UPGRADE,
     EXPECT,
@@ -58,6 +66,9 @@ pub trait Inside: Send + Sync + 'static {
 
     fn runs(&self, id: &SandboxId) -> impl Future<Output = bool> + Send;
 
+    /// What the ports of a sandbox ask for; nothing when it is gone.
+    fn ingress(&self, id: &SandboxId) -> impl Future<Output = Ingress> + Send;
+
     /// The generation of a sandbox whose connections may be kept; `None`: it does not run, is gone,
     /// or is to fall asleep when nothing is open.
     fn keepable(&self, id: &SandboxId) -> impl Future<Output = Option<Generation>> + Send;
@@ -70,6 +81,10 @@ impl Inside for Arc<Node> {
 
     async fn runs(&self, id: &SandboxId) -> bool {
         self.get(id).await.is_ok_and(|info| info.state == State::Running)
+    }
+
+    async fn ingress(&self, id: &SandboxId) -> Ingress {
+        self.get(id).await.map(|info| info.ingress).unwrap_or_default()
     }
 
     async fn keepable(&self, id: &SandboxId) -> Option<Generation> {
@@ -105,10 +120,42 @@ pub async fn handle<I: Inside>(
             ApiError::new(405, "method_not_allowed", "CONNECT is not spoken here; use plain requests");
         return kept.refused(reply::failure(&error)).await;
     }
+    if port != ENVD_PORT {
+        let ingress = gate.inside.ingress(id).await;
+        if ingress.token.as_ref().is_some_and(|token| !carries(&parts.headers, token)) {
+            return kept.refused(token_missing(id, port)).await;
+        }
+        if let Some(host) = ingress.host.as_deref().and_then(|mask| masked_host(mask, port)) {
+            tell_host(&mut parts, host);
+        }
+    }
     match exchange(gate, id, port, &parts, &kept, upgrade.is_some()).await {
         Ok((answer, sender, key)) => forward(gate, answer, sender, key, &kept, upgrade),
         Err(refusal) => kept.refused(refusal).await,
     }
+}
+
+/// Compares digests: how far a guess is right cannot be timed.
+fn carries(headers: &HeaderMap, token: &str) -> bool {
+    let given = headers.get(TRAFFIC_TOKEN_HEADER).map_or(&[][..], HeaderValue::as_bytes);
+    Sha256::digest(given) == Sha256::digest(token.as_bytes())
+}
+
+/// The host of a mask for this port; `None`: it is none.
+pub fn masked_host(mask: &str, port: u16) -> Option<HeaderValue> {
+    let host = mask.replace("${PORT}", &port.to_string());
+    let is_host = host.len() <= HOST_BYTES_MAX && !host.contains('@') && host.parse::<Authority>().is_ok();
+    HeaderValue::from_str(&host).ok().filter(|_| is_host)
+}
+
+fn tell_host(parts: &mut Parts, host: HeaderValue) {
+    // A host in the request's target would win.
+    if parts.uri.authority().is_some()
+        && let Some(path) = parts.uri.path_and_query()
+    {
+        parts.uri = Uri::from(path.clone());
+    }
+    parts.headers.insert(HOST, host);
 }
 
 /// Sends the request and waits for the answer's head.
@@ -276,6 +323,12 @@ fn not_found(id: &SandboxId) -> Reply {
 fn port_closed(id: &SandboxId, port: u16) -> Reply {
     let message = "The sandbox is running but port is not open";
     reply::json(502, &json!({"sandboxId": id, "message": message, "port": port, "code": 502}))
+}
+
+fn token_missing(id: &SandboxId, port: u16) -> Reply {
+    let message = "The ports of this sandbox are not public: send its traffic access token in the header \
+                   e2b-traffic-access-token";
+    reply::json(403, &json!({"sandboxId": id, "message": message, "port": port, "code": 403}))
 }
 
 fn unreachable(id: &SandboxId, why: &str) -> Reply {

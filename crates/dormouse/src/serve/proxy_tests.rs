@@ -26,6 +26,7 @@ struct Sandbox {
     service: Service,
     streams: AtomicUsize,
     running: AtomicBool,
+    ingress: Mutex<Ingress>,
 }
 
 impl Inside for Arc<Sandbox> {
@@ -45,6 +46,10 @@ impl Inside for Arc<Sandbox> {
         id.as_str() == ID && self.running.load(Ordering::SeqCst)
     }
 
+    async fn ingress(&self, _: &SandboxId) -> Ingress {
+        self.ingress.lock().expect("no panic").clone()
+    }
+
     async fn keepable(&self, id: &SandboxId) -> Option<Generation> {
         self.runs(id).await.then_some(Generation(1))
     }
@@ -61,6 +66,7 @@ async fn setup(service: impl Fn(usize, UnixStream) + Send + Sync + 'static) -> S
         service: Box::new(service),
         streams: AtomicUsize::new(0),
         running: AtomicBool::new(true),
+        ingress: Mutex::default(),
     });
     let gate = Arc::new(Gate {
         inside: Arc::clone(&sandbox),
@@ -396,4 +402,53 @@ async fn a_request_that_was_read_is_not_sent_again() {
     assert_eq!(answer.status(), 502);
     assert!(text(answer).await.contains("without an answer"));
     assert_eq!(setup.sandbox.streams.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn ports_that_are_not_public_want_their_token() {
+    let setup = setup(http(|request: Request<Incoming>| async move {
+        let hidden = !request.headers().contains_key(TRAFFIC_TOKEN_HEADER);
+        Response::new(Body::from(format!("token hidden: {hidden}")))
+    }))
+    .await;
+    *setup.sandbox.ingress.lock().expect("no panic") = Ingress { token: Some("t0k3n".into()), host: None };
+    let mut client = client(&setup).await;
+    for (given, status) in [(None, 403), (Some("t0k3"), 403), (Some(""), 403), (Some("t0k3n"), 200)] {
+        let mut request = request(Method::GET, ID, OPEN, Empty::<Bytes>::new());
+        if let Some(given) = given {
+            request.headers_mut().insert(TRAFFIC_TOKEN_HEADER, HeaderValue::from_static(given));
+        }
+        let answer = client.send_request(request).await.expect("an answer");
+        assert_eq!(answer.status(), status, "{given:?}");
+        let body = text(answer).await;
+        assert!(body.contains(if status == 200 { "token hidden: true" } else { "not public" }), "{body}");
+    }
+    // The agent has a token of its own; here it is only not there.
+    let request = request(Method::GET, ID, ENVD_PORT, Empty::<Bytes>::new());
+    assert_eq!(client.send_request(request).await.expect("an answer").status(), 502);
+}
+
+#[tokio::test]
+async fn services_are_told_the_masked_host() {
+    let setup = setup(http(|request: Request<Incoming>| async move {
+        Response::new(Body::from(format!("{:?}", request.headers().get_all(HOST).iter().collect::<Vec<_>>())))
+    }))
+    .await;
+    *setup.sandbox.ingress.lock().expect("no panic") =
+        Ingress { token: None, host: Some("${PORT}-mine.example.com".into()) };
+    let mut client = client(&setup).await;
+    let answer = client.send_request(request(Method::GET, ID, OPEN, Empty::<Bytes>::new())).await;
+    assert_eq!(text(answer.expect("an answer")).await, "[\"8000-mine.example.com\"]");
+}
+
+#[test]
+fn masks_are_hosts() {
+    for good in ["example.com", "${PORT}-a.example.com", "example.com:${PORT}", "localhost", "[::1]:${PORT}"]
+    {
+        assert!(masked_host(good, 8000).is_some(), "{good}");
+    }
+    let long = format!("{}.com", "a".repeat(250));
+    for bad in ["", "a b", "a/b", "a@b", "a\r\nx: y", "http://a", long.as_str()] {
+        assert!(masked_host(bad, 8000).is_none(), "{bad:?}");
+    }
 }

@@ -240,6 +240,7 @@ impl Build {
             metadata: [(BUILDER.to_owned(), format!("{purpose} {}", self.id))].into(),
             env: plan.config.env.clone(),
             egress: dormouse_wire::keeper::EgressRules::default(),
+            ingress: crate::model::Ingress::default(),
             idle: IdlePolicy::default(),
             on_timeout: OnTimeout::Kill,
             auto_resume: false,

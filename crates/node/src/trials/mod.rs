@@ -25,6 +25,7 @@ pub fn request(key: Option<&str>) -> CreateRequest {
         metadata: BTreeMap::new(),
         env: BTreeMap::new(),
         egress: EgressRules::default(),
+        ingress: crate::model::IngressRequest::default(),
         idle: IdlePolicy::default(),
         shape: None,
         owner: None,

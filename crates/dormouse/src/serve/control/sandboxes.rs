@@ -10,7 +10,7 @@ use dormouse_api::e2b::{
     TIMEOUT_V2_DEFAULT_S,
 };
 use dormouse_api::error::ApiError;
-use dormouse_node::model::{CreateRequest, IdlePolicy, OnTimeout, State};
+use dormouse_node::model::{CreateRequest, IdlePolicy, IngressRequest, OnTimeout, State};
 use dormouse_node::{ErrorCode, Node};
 use dormouse_types::Shape;
 use dormouse_wire::keeper::EgressRules;
@@ -19,6 +19,7 @@ use http::StatusCode;
 use super::extract::{Id, Idempotency, Json, seconds};
 use crate::serve::app::{App, Caller};
 use crate::serve::convert;
+use crate::serve::proxy;
 use crate::serve::reply::{self, Failure, Outcome};
 
 type Shared = Extracted<Arc<App>>;
@@ -78,6 +79,7 @@ async fn create_request(
         auto_resume: new.auto_resume.is_some_and(|auto| auto.enabled),
         metadata: new.metadata.unwrap_or_default(),
         env,
+        ingress: ingress(new.network.as_ref())?,
         egress: egress(new.allow_internet_access, new.network),
         idle: own.idle.map_or_else(IdlePolicy::default, idle),
         shape,
@@ -103,12 +105,6 @@ fn refuse_unsupported(new: &NewSandbox) -> Result<(), ApiError> {
         return refuse("iam.tokens", "workload identity");
     }
     let Some(network) = &new.network else { return Ok(()) };
-    if network.allow_public_traffic == Some(false) {
-        return refuse("network.allowPublicTraffic", "a sandbox whose ports need a traffic token");
-    }
-    if network.mask_request_host.as_ref().is_some_and(|mask| !mask.is_empty()) {
-        return refuse("network.maskRequestHost", "another Host towards services");
-    }
     if network.https_ports.as_ref().is_some_and(|ports| !ports.is_empty()) {
         return refuse("network.httpsPorts", "TLS towards services");
     }
@@ -147,6 +143,16 @@ fn egress(internet: Option<bool>, network: Option<SandboxNetworkConfig>) -> Egre
         allow: network.allow_out.unwrap_or_default(),
         deny: network.deny_out.unwrap_or_default(),
     }
+}
+
+fn ingress(network: Option<&SandboxNetworkConfig>) -> Result<IngressRequest, ApiError> {
+    let Some(network) = network else { return Ok(IngressRequest::default()) };
+    let host = network.mask_request_host.clone().filter(|host| !host.is_empty());
+    if host.as_ref().is_some_and(|mask| proxy::masked_host(mask, u16::MAX).is_none()) {
+        let message = "must be a host, where ${PORT} may stand for the port, of at most 253 characters";
+        return Err(ApiError::invalid("network.maskRequestHost", message));
+    }
+    Ok(IngressRequest { with_token: network.allow_public_traffic == Some(false), host })
 }
 
 pub fn idle(wire: WireIdle) -> IdlePolicy {
