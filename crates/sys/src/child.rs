@@ -1,7 +1,8 @@
 //! What a child process does between fork and exec to become somebody else's process.
 //!
 //! Everything is prepared before the fork; in between only raw system calls are made, as the parent
-//! may have other threads that hold locks.
+//! may have other threads that hold locks. (A child that shares its parent's memory until it executes
+//! something, which spares the copy of the page tables: [`crate::launch`].)
 
 use std::ffi::CString;
 use std::io;
@@ -45,7 +46,7 @@ pub fn prepare(command: &mut Command, setup: Setup) {
     }
 }
 
-fn become_child(setup: &Setup, oom: Option<&str>) -> io::Result<()> {
+pub(crate) fn become_child(setup: &Setup, oom: Option<&str>) -> io::Result<()> {
     if setup.session {
         rustix::process::setsid()?;
     }

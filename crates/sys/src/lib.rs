@@ -8,6 +8,8 @@ pub mod cgroup;
 pub mod child;
 pub mod fds;
 pub mod files;
+#[allow(unsafe_code, reason = "clone(2) has no safe form")]
+pub mod launch;
 pub mod process;
 #[allow(unsafe_code, reason = "the random device's ioctls have no safe form")]
 pub mod random;

@@ -2,14 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 
-use dormouse_sys::child::{Identity, Setup, prepare};
+use dormouse_sys::child::{Identity, Setup};
+use dormouse_sys::launch::Launch;
 use dormouse_wire::envd::connect::Error;
 use dormouse_wire::envd::process::{ProcessConfig, PtySize};
 use rustix::fs::{Mode, OFlags};
@@ -53,8 +54,7 @@ pub fn spawn(reaper: &Reaper, settings: &Settings, plan: &Plan) -> Result<Spawne
         return Err(Error::invalid_argument("the process has no cmd"));
     }
     let cwd = folder(settings, plan)?;
-    let mut command = Command::new(&plan.config.cmd);
-    command.args(&plan.config.args).env_clear().envs(variables(settings, plan)?);
+    let env = variables(settings, plan)?;
     let setup = Setup {
         identity: Some(Identity { uid: plan.user.uid, gid: plan.user.gid, groups: plan.user.groups.clone() }),
         cwd: CString::new(cwd.as_os_str().as_bytes()).ok(),
@@ -64,10 +64,16 @@ pub fn spawn(reaper: &Reaper, settings: &Settings, plan: &Plan) -> Result<Spawne
         cgroup_procs: limits::procs(),
         oom_score_adj: Some(OOM_SCORE_ADJ),
     };
-    prepare(&mut command, setup);
+    let launch = |stdio: [OwnedFd; 3]| Launch {
+        program: plan.config.cmd.clone().into(),
+        args: plan.config.args.iter().map(Into::into).collect(),
+        env: env.into_iter().map(|(name, value)| (name.into(), value.into())).collect(),
+        stdio,
+        setup,
+    };
     let connected = match plan.pty {
-        Some(size) => with_terminal(reaper, command, size, &plan.user),
-        None => with_pipes(reaper, command, plan.stdin),
+        Some(size) => with_terminal(reaper, launch, size, &plan.user),
+        None => with_pipes(reaper, launch, plan.stdin),
     };
     connected.map_err(|why| refused(plan, &cwd, &why))
 }
@@ -141,36 +147,38 @@ fn variables(settings: &Settings, plan: &Plan) -> Result<BTreeMap<String, String
     Ok(all)
 }
 
-fn with_pipes(reaper: &Reaper, mut command: Command, stdin: bool) -> io::Result<Spawned> {
-    let input = if stdin {
+fn with_pipes(
+    reaper: &Reaper,
+    launch: impl FnOnce([OwnedFd; 3]) -> Launch,
+    stdin: bool,
+) -> io::Result<Spawned> {
+    let (child_stdin, input) = if stdin {
         let (child, ours) = pipe_with(PipeFlags::CLOEXEC)?;
-        command.stdin(Stdio::from(child));
-        Some(Arc::new(Fd::new(ours, Interest::WRITABLE)?))
+        (child, Some(Arc::new(Fd::new(ours, Interest::WRITABLE)?)))
     } else {
-        command.stdin(Stdio::null());
-        None
+        (File::open("/dev/null")?.into(), None)
     };
-    let (stdout, child) = pipe_with(PipeFlags::CLOEXEC)?;
-    command.stdout(Stdio::from(child));
-    let (stderr, child) = pipe_with(PipeFlags::CLOEXEC)?;
-    command.stderr(Stdio::from(child));
+    let (stdout, child_stdout) = pipe_with(PipeFlags::CLOEXEC)?;
+    let (stderr, child_stderr) = pipe_with(PipeFlags::CLOEXEC)?;
     let outputs = vec![
         (Kind::Stdout, Arc::new(Fd::new(stdout, Interest::READABLE)?)),
         (Kind::Stderr, Arc::new(Fd::new(stderr, Interest::READABLE)?)),
     ];
-    let started = reaper.spawn(&mut command)?;
-    // The command is dropped here, and with it our copies of the child's ends.
+    // Our copies of the child's ends go with the launch.
+    let started = reaper.launch(launch([child_stdin, child_stdout, child_stderr]))?;
     Ok(Spawned { started, input, pty: None, outputs })
 }
 
-fn with_terminal(reaper: &Reaper, mut command: Command, size: PtySize, user: &User) -> io::Result<Spawned> {
+fn with_terminal(
+    reaper: &Reaper,
+    launch: impl FnOnce([OwnedFd; 3]) -> Launch,
+    size: PtySize,
+    user: &User,
+) -> io::Result<Spawned> {
     let (ours, child) = open_terminal(user)?;
     rustix::termios::tcsetwinsize(&ours, winsize(size))?;
-    command.stdin(Stdio::from(child.try_clone()?));
-    command.stdout(Stdio::from(child.try_clone()?));
-    command.stderr(Stdio::from(child));
     let ours = Arc::new(Fd::new(ours, Interest::READABLE | Interest::WRITABLE)?);
-    let started = reaper.spawn(&mut command)?;
+    let started = reaper.launch(launch([child.try_clone()?, child.try_clone()?, child]))?;
     Ok(Spawned {
         started,
         input: Some(ours.clone()),
