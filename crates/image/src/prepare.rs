@@ -20,6 +20,10 @@ pub const WAKE_HOOKS_DIR: &str = "/etc/dormouse/wake.d";
 /// Before `/usr/bin` on every path.
 const SUDO_PATH: &str = "/usr/local/bin/sudo";
 const TEXT_BYTES_MAX: u64 = 4 << 20;
+/// Commands are given to login shells: asking a program for the user's number, as Debian's profile does,
+/// would be the most expensive part of many. Shells without the variable still ask.
+const PROFILE: &str = "/etc/profile";
+const PROFILE_ASKS: [&str; 2] = ["\"$(id -u)\"", "\"${EUID:-$(id -u)}\""];
 const AWAKE: &str = "#!/bin/sh\nexec /usr/lib/dormouse/agent awake \"$@\"\n";
 const HOSTS: &str = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n";
 /// Names are answered by the agent, which asks the keeper, which asks the policy.
@@ -63,6 +67,14 @@ pub fn prepare(root: &Root) -> Result<(), ImportError> {
     // Where the kernel honours no set-user-id bit the agent takes sudo's place, by the name it is called.
     root.link(SUDO_PATH, &agent).map_err(|source| failed("write", SUDO_PATH, source))?;
     user(root).map_err(|source| failed("add the user to", "/etc/passwd", source))?;
+    if let Some(text) =
+        root.read(PROFILE, TEXT_BYTES_MAX).map_err(|source| failed("read", PROFILE, source))?
+        && text.contains(PROFILE_ASKS[0])
+    {
+        let text = text.replace(PROFILE_ASKS[0], PROFILE_ASKS[1]);
+        root.write(PROFILE, text.as_bytes(), 0o644, ROOT_OWNER)
+            .map_err(|source| failed("write", PROFILE, source))?;
+    }
     if root.exists("/etc/sudoers.d") {
         let path = "/etc/sudoers.d/dormouse-user";
         root.write(path, SUDOERS.as_bytes(), 0o440, ROOT_OWNER)
