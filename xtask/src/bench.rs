@@ -22,10 +22,13 @@ pub struct Args {
     /// The data folder (default: one below the target folder)
     #[arg(long)]
     data_dir: Option<PathBuf>,
+    /// Measure this executable in place of one that is built first
+    #[arg(long)]
+    binary: Option<PathBuf>,
 }
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
-    let binary = run::build_dormouse(true)?;
+    let binary = args.binary.clone().map_or_else(|| run::build_dormouse(true), Ok)?;
     let data_dir = tools::data_dir(args.data_dir.as_deref());
     let data = data_dir.to_string_lossy();
     eprint!("{}", run::output(&mut run::command(&binary, &["setup", "--data-dir", &data]))?);

@@ -76,6 +76,18 @@ impl Daemon {
         Ok(())
     }
 
+    /// SIGTERM, and waits for the end: the runtimes it kept ready go with it.
+    pub async fn stop(mut self) -> Result<()> {
+        let signal = Command::new("kill").arg(self.pid().to_string()).status().context("cannot run kill")?;
+        ensure!(signal.success(), "the daemon cannot be told to go: {signal}");
+        let end = Instant::now() + READY_TIMEOUT;
+        while self.child.try_wait()?.is_none() {
+            ensure!(Instant::now() < end, "the daemon did not end in {} s", READY_TIMEOUT.as_secs());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(())
+    }
+
     /// Starts it again on the same folder and address.
     pub async fn restart(&mut self) -> Result<()> {
         self.child = spawn(&self.binary, &self.data_dir, &self.http.address, &self.environment)?;

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use dormouse_snapshot::Manifest;
 use dormouse_wire::stream::ENVD_PORT;
 use hyper::Method;
 use serde_json::json;
@@ -12,6 +13,7 @@ use super::raw::Raw;
 use super::{Figure, Options, upload};
 use crate::daemon::Daemon;
 use crate::host;
+use crate::http::Http;
 use crate::sandbox::Sandbox;
 
 /// Memory that a paused sandbox holds, beside its processes.
@@ -32,35 +34,35 @@ struct Bench<'a> {
 pub async fn all(options: &Options, done: &mut dyn FnMut(&Figure)) -> Result<Vec<Figure>> {
     let daemon = Daemon::start(&options.binary, &options.data_dir, &[]).await?;
     let scratch = options.data_dir.with_extension("bench");
-    let raw = Raw::new(&scratch.join("raw"), &rootfs_of_base(&daemon).await?)?;
+    let raw = match rootfs_of_base(&daemon).await {
+        Ok(rootfs) => Raw::new(&scratch.join("raw"), &rootfs)?,
+        Err(error) => return daemon.stop().await.and(Err(error)),
+    };
     let mut bench = Bench { options, daemon, raw, scratch: scratch.clone(), figures: Vec::new(), done };
-    let wanted = |name: &str| options.only.is_empty() || options.only.iter().any(|one| one == name);
-    if wanted("command") {
-        bench.command().await?;
-    }
-    if wanted("create") {
-        bench.create().await?;
-    }
-    if wanted("pause") || wanted("resume") {
-        bench.pause_and_resume().await?;
-    }
-    if wanted("idle") {
-        bench.idle().await?;
-    }
-    if wanted("upload") {
-        bench.upload().await?;
-    }
+    let measured = bench.measure().await;
     let figures = std::mem::take(&mut bench.figures);
-    drop(bench);
-    std::fs::remove_dir_all(&scratch).with_context(|| format!("cannot remove {}", scratch.display()))?;
+    // Whatever became of the figures, nothing is left of what they were taken with.
+    let tidied = bench.tidy().await;
+    measured.and(tidied)?;
     Ok(figures)
+}
+
+/// Ends the sandboxes that were made here, and no others of the data folder.
+async fn kill_all(http: &Http) -> Result<()> {
+    let list = http.api(Method::GET, "/v2/sandboxes?metadata=of%3Dbench&limit=100", None).await?;
+    for made in list.expect(200)?.json()?.as_array().into_iter().flatten() {
+        Sandbox::of(http, made)?.kill().await?.expect(204)?;
+    }
+    Ok(())
 }
 
 async fn rootfs_of_base(daemon: &Daemon) -> Result<PathBuf> {
     let told =
         daemon.http.api(Method::GET, "/dormouse/v1/templates/base", None).await?.expect(200)?.json()?;
-    let name = told["rootfs"].as_str().context("the template names no root file system")?;
-    Ok(daemon.data_dir.join("images").join(name).join("rootfs"))
+    let snapshot = told["snapshotID"].as_str().context("the template base has no snapshot")?;
+    let path = daemon.data_dir.join("snapshots").join(snapshot).join("manifest");
+    let manifest = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(daemon.data_dir.join("images").join(Manifest::decode(&manifest)?.rootfs).join("rootfs"))
 }
 
 fn median(mut times: Vec<Duration>) -> f64 {
@@ -69,6 +71,36 @@ fn median(mut times: Vec<Duration>) -> f64 {
 }
 
 impl Bench<'_> {
+    async fn measure(&mut self) -> Result<()> {
+        let only = &self.options.only;
+        let wanted = |names: &[&str]| only.is_empty() || only.iter().any(|one| names.contains(&one.as_str()));
+        if wanted(&["command"]) {
+            self.command().await?;
+        }
+        if wanted(&["create"]) {
+            self.create().await?;
+        }
+        if wanted(&["pause", "resume", "thaw"]) {
+            self.pause_and_resume().await?;
+        }
+        if wanted(&["idle-memory", "frozen-cpu"]) {
+            self.idle().await?;
+        }
+        if wanted(&["upload"]) {
+            self.upload().await?;
+        }
+        Ok(())
+    }
+
+    async fn tidy(self) -> Result<()> {
+        let Self { daemon, raw, scratch, .. } = self;
+        let killed = kill_all(&daemon.http).await;
+        drop(raw);
+        let removed =
+            std::fs::remove_dir_all(&scratch).with_context(|| format!("cannot remove {}", scratch.display()));
+        daemon.stop().await.and(killed).and(removed)
+    }
+
     fn tell(&mut self, name: &str, unit: &str, ours: f64, raw: Option<f64>, limit: f64, note: &str) {
         let figure = Figure {
             name: name.to_owned(),
@@ -85,7 +117,7 @@ impl Bench<'_> {
     }
 
     async fn sandbox(&self) -> Result<Sandbox> {
-        Sandbox::create(&self.daemon.http, json!({"timeout": 3600})).await
+        Sandbox::create(&self.daemon.http, json!({"timeout": 3600, "metadata": {"of": "bench"}})).await
     }
 
     async fn command(&mut self) -> Result<()> {

@@ -146,6 +146,10 @@ impl Raw {
     }
 
     pub fn delete(&self, id: &str) {
+        let states = fs::read_dir(self.folder.join("root")).into_iter().flatten().flatten();
+        if !states.into_iter().any(|state| state.file_name().to_string_lossy().starts_with(&format!("{id}_"))) {
+            return;
+        }
         let mut command = self.runsc();
         command.args(["delete", "--force", id]).stdout(Stdio::null());
         // One that is already gone is what is wanted.
