@@ -158,11 +158,17 @@ impl<T: AsRawFd + AsFd> End<T> {
         }
     }
 
-    /// The other end is gone. Registers anew: the runtime holds a closed end to be closed for ever.
-    fn lost(&mut self) -> io::Result<()> {
+    /// The runtime holds a closed end to be closed for ever.
+    fn register_anew(&mut self) -> io::Result<()> {
         if let Some(pipe) = self.pipe.take() {
             self.pipe = Some(PipeEnd::new(pipe.into_inner())?);
         }
+        Ok(())
+    }
+
+    /// The other end is gone.
+    fn lost(&mut self) -> io::Result<()> {
+        self.register_anew()?;
         self.look_again = Some(Box::pin(sleep_until(Instant::now() + self.interval)));
         self.interval = (self.interval * 2).min(LOOK_AGAIN_MAX);
         Ok(())
@@ -186,6 +192,10 @@ impl Inner {
                 end.interval = LOOK_AGAIN;
                 self.inbound.filled(n);
                 self.take_packets();
+                Ok(true)
+            }
+            Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => {
+                end.register_anew()?;
                 Ok(true)
             }
             Poll::Ready(Err(error)) => Err(error),
@@ -216,6 +226,10 @@ impl Inner {
             }
             Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::BrokenPipe => {
                 end.lost()?;
+                Ok(true)
+            }
+            Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => {
+                end.register_anew()?;
                 Ok(true)
             }
             Poll::Ready(Err(error)) => Err(error),
