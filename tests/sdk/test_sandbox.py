@@ -7,7 +7,15 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 from conftest import eventually
-from e2b import InvalidArgumentException, NotFoundException, Sandbox, SandboxException, SandboxQuery, SandboxState
+from e2b import (
+    InvalidArgumentException,
+    NotFoundException,
+    Sandbox,
+    SandboxException,
+    SandboxNetworkOpts,
+    SandboxQuery,
+    SandboxState,
+)
 from e2b.exceptions import SandboxNotFoundException
 
 ABSENT = "nosuchsandbox0000000"
@@ -204,12 +212,22 @@ def test_what_is_not_offered_is_refused_and_changes_nothing(sandbox):
             sandbox.create_snapshot(mode="filesystem")
         assert sandbox.create_snapshot(mode="full").snapshot_id
     for options in (
+        {"network": {"https_ports": [8000]}},
+        {"network": {"egress_proxy": {"address": "proxy.example.com:1080"}}},
         {"network": {"rules": {"example.com": [{"transform": {"headers": {"a": "b"}}}]}}},
         {"volume_mounts": {"/mnt": "some-volume"}},
         {"lifecycle": {"on_timeout": {"action": "pause", "keep_memory": False}}},
     ):
+        if not options.get("network", {}).keys() <= SandboxNetworkOpts.__annotations__.keys():
+            continue  # An older SDK does not send it.
         with pytest.raises(SandboxException):
             Sandbox.create(timeout=60, **options)
+    if takes(Sandbox.connect, "on_resume"):
+        assert sandbox.pause()
+        with pytest.raises(SandboxException):
+            sandbox.connect(on_resume="reboot")
+        assert sandbox.get_info().state == SandboxState.PAUSED
+        sandbox.connect(timeout=300)
     assert handle.pid in {process.pid for process in sandbox.commands.list()}
     assert handle.kill()
 
