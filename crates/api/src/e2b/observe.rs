@@ -41,6 +41,7 @@ pub enum LogLevel {
 pub struct SandboxLog {
     #[schema(value_type = String, format = DateTime)]
     pub timestamp: Timestamp,
+    /// JSON with `level`, `logger` and `message`.
     pub line: String,
 }
 

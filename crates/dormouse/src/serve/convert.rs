@@ -6,6 +6,7 @@ use dormouse_api::dormouse as ours;
 use dormouse_api::{CLIENT_ID, ENVD_VERSION, e2b};
 use dormouse_node::model;
 use dormouse_types::{Shape, Timestamp};
+use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use super::route::Domain;
@@ -259,6 +260,13 @@ pub fn log_entry(given: &model::LogLine) -> e2b::SandboxLogEntry {
     e2b::SandboxLogEntry { timestamp: millis(given.at), message: given.message.clone(), level, fields }
 }
 
+/// E2B's command line reads each line as JSON with these fields.
+pub fn log_line(entry: &e2b::SandboxLogEntry) -> e2b::SandboxLog {
+    let logger = entry.fields.get("source").map_or("", String::as_str);
+    let line = json!({"level": entry.level, "logger": logger, "message": entry.message});
+    e2b::SandboxLog { timestamp: entry.timestamp, line: line.to_string() }
+}
+
 pub fn template(given: &model::TemplateInfo) -> e2b::Template {
     let created = millis(given.created_at);
     e2b::Template {
@@ -334,6 +342,19 @@ mod tests {
         let groups: Vec<usize> = uuid.split('-').map(str::len).collect();
         assert_eq!(groups, [8, 4, 4, 4, 12]);
         assert_eq!((&uuid[14..15], &uuid[19..20]), ("8", "8"));
+    }
+
+    #[test]
+    fn log_lines_are_json() {
+        let given = model::LogLine {
+            at: Timestamp::UNIX_EPOCH,
+            level: model::Level::Warn,
+            source: "keeper".to_owned(),
+            message: "a \"word\"\n".to_owned(),
+        };
+        let line: serde_json::Value =
+            serde_json::from_str(&log_line(&log_entry(&given)).line).expect("it is JSON");
+        assert_eq!(line, json!({"level": "warn", "logger": "keeper", "message": "a \"word\"\n"}));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use axum::extract::State as Extracted;
 use dormouse_api::e2b::{
-    LogLevel, SandboxLog, SandboxLogEntry, SandboxLogs, SandboxLogsV2, SandboxMetric, SandboxesWithMetrics,
+    LogLevel, SandboxLogEntry, SandboxLogs, SandboxLogsV2, SandboxMetric, SandboxesWithMetrics,
     Team,
 };
 use dormouse_api::error::ApiError;
@@ -76,10 +76,7 @@ pub async fn logs(app: Shared, Id(id): Id, Asked(query): Asked) -> Outcome {
     let asked = LogQuery { start: time(&query, "start", of_milliseconds)?, limit: Some(log_limit(&query)?) };
     let log_entries: Vec<SandboxLogEntry> =
         app.node.logs(&id, asked).await?.iter().map(convert::log_entry).collect();
-    let logs = log_entries
-        .iter()
-        .map(|entry| SandboxLog { timestamp: entry.timestamp, line: entry.message.clone() })
-        .collect();
+    let logs = log_entries.iter().map(convert::log_line).collect();
     Ok(reply::json(200, &SandboxLogs { logs, log_entries }))
 }
 
