@@ -252,6 +252,11 @@ impl Job {
         }
     }
 
+    /// For the runtime that serves already, under the generation that begins.
+    pub(super) fn wake_again(&self) -> Wake {
+        self.wake(None, false)
+    }
+
     /// For the runtime that serves already, under its own generation.
     pub(super) fn wake_as_before(&self) -> Wake {
         Wake { generation: self.order.info.generation, ..self.wake(None, false) }

@@ -15,6 +15,7 @@ use dormouse_types::{Generation, RuntimeId, SandboxId, SnapshotId};
 use dormouse_wire::keeper::Session;
 use tokio::task::JoinHandle;
 
+use crate::agent;
 use crate::error::{ErrorCode, NodeError};
 use crate::hub::Hub;
 use crate::journal::PendingOp;
@@ -98,6 +99,9 @@ impl Ending {
         }
     }
 }
+
+/// An agent that runs answers at once; one that does not is better restored.
+const KEEPER_WAKE_SECONDS_MAX: u64 = 15;
 
 /// Runs it to its end. Never fails: the report says how it went.
 pub async fn run(order: Order) -> Report {
@@ -310,6 +314,9 @@ impl Job {
     }
 
     async fn replace_keeper(self) -> Report {
+        if let Some(report) = self.keeper_beneath().await {
+            return report;
+        }
         let captured = match self.capture(Reason::Internal, After::Hold).await {
             Ok(captured) => captured,
             Err(failed) => return failed.report(),
@@ -335,6 +342,34 @@ impl Job {
                 Report { info, ..Report::new(Outcome::Lost { error, snapshot }) }
             }
         }
+    }
+
+    /// Another keeper under the running sandbox, where the engine can do that and the agent confirms it.
+    async fn keeper_beneath(&self) -> Option<Report> {
+        let runtime = self.runtime().ok()?;
+        let (info, generation) = (&self.order.info, self.order.generation);
+        let replaced = async {
+            self.engine.replace_keeper(&info.id, &runtime, generation, &info.egress).await?;
+            // Frozen, the agent could not answer.
+            self.engine.thaw(&info.id, &runtime).await
+        };
+        if let Err(error) = replaced.await {
+            tracing::debug!(sandbox = %info.id, %error, "the keeper is replaced by a checkpoint and a restore");
+            return None;
+        }
+        let limit = Duration::from_secs(KEEPER_WAKE_SECONDS_MAX);
+        let woken = agent::wake(&self.engine.keeper_dir(&info.id), &self.wake_again(), limit).await;
+        if let Err(error) = woken {
+            tracing::warn!(sandbox = %info.id, %error, "a new keeper does not reach the agent; the sandbox is restored");
+            return None;
+        }
+        let receipt = Receipt {
+            kept: words(&["memory", "processes", "files", "loopback connections", "listening ports"]),
+            dropped: words(&["client streams", "outbound connections"]),
+            ..self.receipt("keeper_replaced", self.order.head.clone())
+        };
+        let info = Some(SandboxInfo { generation, ..info.clone() });
+        Some(Report { info, receipt: Some(receipt), ..Report::done() })
     }
 
     async fn create(self) -> Report {
