@@ -1,6 +1,6 @@
 //! `cargo xtask test`: everything that must hold, in the order of how quickly it fails.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, bail};
@@ -84,7 +84,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let binary = run::build_dormouse(false)?;
     report.part("openapi.json is current", || openapi(&binary));
     report.part("set-up", || tools::setup(&binary, &data_dir, true).map(drop));
-    report.tests("unit, property and integration tests", unit);
+    report.tests("unit, property and integration tests", || unit(&binary, &data_dir));
     report.tests("the E2B SDK", || sdk::all(&binary, &data_dir, sdk::every_version(), &[]));
     report.tests("scenarios on gvisor", || {
         let outcomes = scenarios::all(&binary, &data_dir, EngineKind::Gvisor, &[]);
@@ -111,18 +111,24 @@ fn clippy() -> anyhow::Result<()> {
     run::run(&mut run::cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"]))
 }
 
-fn unit() -> anyhow::Result<Counts> {
+/// Tests of the whole program find the executable and the data folder by these two variables.
+fn unit(binary: &Path, data_dir: &Path) -> anyhow::Result<Counts> {
+    let tests = |args: &[&str]| {
+        let mut command = run::cargo(args);
+        command.env("DORMOUSE_TEST_BINARY", binary).env("DORMOUSE_TEST_DATA", data_dir);
+        command
+    };
     if tools::nextest() {
         let args = ["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"];
-        run::count(&mut run::cargo(&args), |line| line.trim_start().starts_with("Summary ["))
+        run::count(&mut tests(&args), |line| line.trim_start().starts_with("Summary ["))
     } else {
         let args = ["test", "--workspace", "--no-fail-fast", "--quiet"];
-        run::count(&mut run::cargo(&args), |line| line.starts_with("test result:"))
+        run::count(&mut tests(&args), |line| line.starts_with("test result:"))
     }
 }
 
 /// The committed document is what the code generates.
-fn openapi(binary: &std::path::Path) -> anyhow::Result<()> {
+fn openapi(binary: &Path) -> anyhow::Result<()> {
     let path = run::root().join("openapi.json");
     let committed =
         std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;

@@ -24,7 +24,7 @@ pub fn holdings(data_dir: &Path, daemon: u32) -> Result<Holdings> {
         processes: processes_naming(&folder, daemon)?,
         mounts: lines_naming("/proc/self/mountinfo", &folder)?,
         cgroups: cgroups_of(data_dir)?,
-        runtime_files: ["run", "gvisor/containers", "gvisor/bundles"]
+        runtime_files: ["run", "gvisor/run", "gvisor/runtimes"]
             .iter()
             .flat_map(|sub| names_in(&data_dir.join(sub)))
             .collect(),
@@ -60,7 +60,7 @@ fn processes_naming(folder: &str, daemon: u32) -> Result<BTreeSet<String>> {
         let Ok(line) = fs::read(format!("/proc/{pid}/cmdline")) else { continue };
         let line = String::from_utf8_lossy(&line).replace('\0', " ");
         if line.contains(folder) {
-            found.insert(format!("{pid} {}", line.chars().take(160).collect::<String>()));
+            found.insert(format!("{pid} {line}"));
         }
     }
     Ok(found)
@@ -98,10 +98,15 @@ fn cgroups_of(data_dir: &Path) -> Result<BTreeSet<String>> {
     Ok(found)
 }
 
-/// The name of the cgroup that all sandboxes of a data folder are in.
+/// The name of the cgroup that all sandboxes of a data folder are in, as the engine derives it: FNV-1a
+/// of the folder's absolute path.
 fn cgroup_tag(data_dir: &Path) -> Result<String> {
-    let about = fs::metadata(data_dir).with_context(|| format!("cannot stat {}", data_dir.display()))?;
-    Ok(format!("dormouse-{:x}-{:x}", about.dev(), about.ino()))
+    let folder = fs::canonicalize(data_dir).with_context(|| format!("cannot find {}", data_dir.display()))?;
+    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+    for byte in folder.as_os_str().as_encoded_bytes() {
+        hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+    }
+    Ok(format!("dormouse-{hash:016x}"))
 }
 
 /// Open descriptors of a process.
@@ -143,6 +148,7 @@ pub fn processes_of_runtime(data_dir: &Path, daemon: u32, sandbox: &str) -> Resu
         .filter(|process| process.contains(&runtime) && !process.contains(" keeper "))
         .filter_map(|process| process.split_whitespace().next()?.parse().ok())
         .collect();
+    anyhow::ensure!(!found.is_empty(), "no process of the runtime of {sandbox} was found");
     let mut next = 0;
     while next < found.len() {
         let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", found[next]));
@@ -175,7 +181,11 @@ fn runtime_of(data_dir: &Path, sandbox: &str) -> Result<String> {
         "the journal knows no runtime of {sandbox}: {}",
         String::from_utf8_lossy(&output.stderr)
     );
-    Ok(runtime)
+    // One from the pool was made under another name, which its processes carry.
+    let link = data_dir.join("gvisor/runtimes").join(&runtime);
+    let container = fs::read_link(&link).with_context(|| format!("cannot read {}", link.display()))?;
+    let name = container.file_name().context("the runtime's link names no container")?;
+    Ok(name.to_string_lossy().into_owned())
 }
 
 /// CPU time of processes since their start, in ticks of 10 ms.
