@@ -108,6 +108,7 @@ fn write_new(journal: &Connection, new: &Path) -> Result<(), CopyError> {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
         _ => {}
     }
+    super::make_private(new)?;
     let made = Connection::open(new)?;
     // A crash leaves an unfinished file that is never looked at.
     made.pragma_update_and_check(None, "journal_mode", "OFF", |_| Ok(()))?;

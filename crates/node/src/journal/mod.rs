@@ -232,6 +232,10 @@ impl Journal {
 }
 
 fn connect(path: &Path) -> rusqlite::Result<Connection> {
+    make_private(path).map_err(|error| {
+        let code = rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_CANTOPEN);
+        rusqlite::Error::SqliteFailure(code, Some(error.to_string()))
+    })?;
     let connection = Connection::open(path)?;
     connection.busy_timeout(std::time::Duration::from_secs(10))?;
     connection.pragma_update_and_check(None, "journal_mode", "WAL", |_| Ok(()))?;
@@ -246,6 +250,22 @@ fn connect(path: &Path) -> rusqlite::Result<Connection> {
         rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_CORRUPT),
         Some(verdict),
     ))
+}
+
+/// It holds access tokens. SQLite gives the files beside it the same mode.
+fn make_private(path: &Path) -> std::io::Result<()> {
+    use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+    let mode = 0o600;
+    let file = std::fs::File::options().write(true).create(true).truncate(false).mode(mode).open(path)?;
+    file.set_permissions(std::fs::Permissions::from_mode(mode))?;
+    for suffix in ["-wal", "-shm"] {
+        let beside = path.with_file_name(format!("{FILE}{suffix}"));
+        match std::fs::set_permissions(beside, std::fs::Permissions::from_mode(mode)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 fn is_damage(error: &rusqlite::Error) -> bool {

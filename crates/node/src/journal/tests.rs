@@ -78,3 +78,29 @@ async fn a_failing_closure_undoes_itself_alone() {
     assert!(journal.key_by_hash(hash_secret("a")).await.unwrap().is_some());
     assert!(journal.key_by_hash(hash_secret("b")).await.unwrap().is_none());
 }
+
+#[tokio::test]
+async fn nobody_else_can_read_it_or_its_copy() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("node.db");
+    std::fs::write(&path, "").unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
+    let journal = Journal::open(dir.path()).unwrap().journal;
+    let info = KeyInfo {
+        id: KeyId::generate(),
+        name: "k".to_owned(),
+        hint: "e2b_".to_owned(),
+        created_at: Timestamp::now(),
+    };
+    journal.put_key(info, hash_secret("secret")).await.unwrap();
+    drop(journal);
+    let mut seen = 0;
+    for entry in std::fs::read_dir(dir.path()).unwrap() {
+        let entry = entry.unwrap();
+        let mode = entry.metadata().unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode, 0o600, "{}", entry.path().display());
+        seen += 1;
+    }
+    assert_eq!(seen, 2, "the journal and its copy");
+}
