@@ -16,6 +16,9 @@ use crate::http::{Services, envd, serve_stream};
 use crate::process::Processes;
 use crate::{awake, carrier, sudo};
 
+/// When memory runs out, what clients started goes before the agent.
+const OOM_SCORE_ADJ: &str = "100";
+
 /// After it was asked to, a process has this long to end.
 const END_GRACE: Duration = Duration::from_secs(2);
 
@@ -57,6 +60,8 @@ fn log() {
 
 /// `agent init`.
 pub async fn init() -> io::Result<()> {
+    // Inherited by all it starts: process 1 itself is never chosen. Best effort, as is the choice.
+    let _ = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE_ADJ);
     let (ctx, services, shutdown) = start(System::Sandbox)?;
     // Process 1 has no default actions; where the kernel does not see to that, these do.
     let ignored =

@@ -28,8 +28,6 @@ use crate::limits;
 use crate::users::User;
 
 const PATH_DEFAULT: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-/// When memory runs out, what clients started goes before the agent.
-const OOM_SCORE_ADJ: i16 = 100;
 
 /// A process as it is wished for.
 pub struct Plan {
@@ -62,7 +60,9 @@ pub fn spawn(reaper: &Reaper, settings: &Settings, plan: &Plan) -> Result<Spawne
         controlling_terminal: plan.pty.is_some(),
         umask: Some(0o022),
         cgroup_procs: limits::procs(),
-        oom_score_adj: Some(OOM_SCORE_ADJ),
+        // Inherited from the agent: a look into `/proc` per process would stay in gVisor's memory, and
+        // in every image.
+        oom_score_adj: None,
     };
     let launch = |stdio: [OwnedFd; 3]| Launch {
         program: plan.config.cmd.clone().into(),
