@@ -185,9 +185,14 @@ impl Inner {
         let restored = async {
             self.layout.link(&spec.runtime, &container.id)?;
             drop(claim);
-            let session = self.bind(binding, pipes).await?;
+            // What the sandbox says before somebody listens waits in its pipe.
             let files = self.layout.files();
-            self.target(&container, &files).restore(&spec.snapshot_dir, direct).await?;
+            let target = self.target(&container, &files);
+            let restore = target.restore(&spec.snapshot_dir, direct);
+            // Neither is given up half done for the other's sake.
+            let (bound, restored) = tokio::join!(self.bind(binding, pipes), restore);
+            restored?;
+            let session = bound?;
             container.change_meta(|meta| meta.started = true)?;
             Ok(Restored { session, from_pool })
         };
