@@ -47,13 +47,24 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        for _ in 0..50 {
-            let left = host::holdings(&self.dir, 0).map(|it| it.processes).unwrap_or_default();
-            let pids: Vec<&str> = left.iter().filter_map(|line| line.split(' ').next()).collect();
-            if pids.is_empty() {
+        for _ in 0..500 {
+            let left = host::holdings(&self.dir, 0).unwrap_or_default();
+            // What is frozen dies once it is thawed; a group goes once it is empty. The deepest first.
+            for group in left.cgroups.iter().rev() {
+                for (file, thawed) in [("freezer.state", "THAWED"), ("cgroup.freeze", "0")] {
+                    let file = Path::new(group).join(file);
+                    if file.exists() {
+                        drop(std::fs::write(file, thawed));
+                    }
+                }
+                drop(std::fs::remove_dir(group));
+            }
+            let pids: Vec<&str> = left.processes.iter().filter_map(|line| line.split(' ').next()).collect();
+            if pids.is_empty() && left.cgroups.is_empty() {
                 break;
             }
             drop(Command::new("kill").arg("-9").args(pids).stderr(Stdio::null()).status());
+            std::thread::sleep(std::time::Duration::from_millis(10));
         }
         if let Err(error) = std::fs::remove_dir_all(&self.dir) {
             eprintln!("cannot remove {}: {error}", self.dir.display());

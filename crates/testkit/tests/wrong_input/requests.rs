@@ -165,7 +165,7 @@ async fn a_wrong_create_names_what_is_wrong() {
         assert_eq!(answer.status.as_u16(), status, "{shown}: {}", answer.text());
         assert!(answer.text().contains(word), "{shown}: {}", answer.text());
     }
-    let huge = json!({"templateID": "base", "metadata": {"k": "v".repeat(8 << 20)}});
+    let huge = json!({"templateID": "base", "metadata": {"k": "v".repeat((1 << 20) + 1000)}});
     assert_eq!(refused(&daemon.http, huge).await.status.as_u16(), 413);
     assert_eq!(list().await, before, "one of them made a sandbox");
 }
