@@ -15,4 +15,5 @@ pub mod envd;
 pub mod keeper;
 pub mod keeper_client;
 pub mod local;
+pub mod ready;
 pub mod stream;

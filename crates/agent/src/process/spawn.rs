@@ -17,7 +17,6 @@ use rustix::fs::{Mode, OFlags};
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::pty::{OpenptFlags, openpt, ptsname, unlockpt};
 use rustix::termios::Winsize;
-use tokio::io::Interest;
 
 use super::fd::Fd;
 use super::output::Kind;
@@ -154,16 +153,14 @@ fn with_pipes(
 ) -> io::Result<Spawned> {
     let (child_stdin, input) = if stdin {
         let (child, ours) = pipe_with(PipeFlags::CLOEXEC)?;
-        (child, Some(Arc::new(Fd::new(ours, Interest::WRITABLE)?)))
+        (child, Some(Arc::new(Fd::new(ours)?)))
     } else {
         (File::open("/dev/null")?.into(), None)
     };
     let (stdout, child_stdout) = pipe_with(PipeFlags::CLOEXEC)?;
     let (stderr, child_stderr) = pipe_with(PipeFlags::CLOEXEC)?;
-    let outputs = vec![
-        (Kind::Stdout, Arc::new(Fd::new(stdout, Interest::READABLE)?)),
-        (Kind::Stderr, Arc::new(Fd::new(stderr, Interest::READABLE)?)),
-    ];
+    let outputs =
+        vec![(Kind::Stdout, Arc::new(Fd::new(stdout)?)), (Kind::Stderr, Arc::new(Fd::new(stderr)?))];
     // Our copies of the child's ends go with the launch.
     let started = reaper.launch(launch([child_stdin, child_stdout, child_stderr]))?;
     Ok(Spawned { started, input, pty: None, outputs })
@@ -177,7 +174,7 @@ fn with_terminal(
 ) -> io::Result<Spawned> {
     let (ours, child) = open_terminal(user)?;
     rustix::termios::tcsetwinsize(&ours, winsize(size))?;
-    let ours = Arc::new(Fd::new(ours, Interest::READABLE | Interest::WRITABLE)?);
+    let ours = Arc::new(Fd::new(ours)?);
     let started = reaper.launch(launch([child.try_clone()?, child.try_clone()?, child]))?;
     Ok(Spawned {
         started,

@@ -1,11 +1,18 @@
 //! Non-blocking ends of pipes under tokio.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
-use std::task::{Context, Poll, ready};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Mutex, PoisonError};
+use std::task::{Context, Poll};
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-use tokio::io::unix::AsyncFd;
+use rustix::io::Errno;
+use tokio::io::Interest;
+
+use crate::ready::Wait;
+
+/// Refusals of an end that is said to be ready, in one turn.
+const ATTEMPTS_MAX: usize = 8;
 
 /// What a pipe shall hold: fewer system calls and wake-ups per byte.
 const PIPE_BYTES: usize = 1 << 20;
@@ -22,65 +29,81 @@ pub fn prepare(fd: impl AsFd) -> io::Result<()> {
 
 /// One end of a pipe. Dropping it closes what `T` owns and nothing else.
 #[derive(Debug)]
-pub struct PipeEnd<T: AsRawFd>(AsyncFd<T>);
+pub struct PipeEnd<T: AsFd> {
+    fd: T,
+    /// Who was refused and waits.
+    wait: Mutex<Option<Wait>>,
+}
 
-impl<T: AsRawFd + AsFd> PipeEnd<T> {
+impl<T: AsFd> PipeEnd<T> {
     /// The fd must be non-blocking ([`prepare`]).
-    #[expect(
-        deprecated,
-        reason = "its successor is unsafe for the sake of types that do not hold a descriptor; `AsFd` does"
-    )]
-    pub fn new(fd: T) -> io::Result<Self> {
-        AsyncFd::new(fd).map(Self)
-    }
-
-    /// Gives the descriptor back, unregistered.
-    pub fn into_inner(self) -> T {
-        self.0.into_inner()
+    pub fn new(fd: T) -> Self {
+        Self { fd, wait: Mutex::new(None) }
     }
 
     pub fn get_ref(&self) -> &T {
-        self.0.get_ref()
+        &self.fd
     }
 
-    /// 0 bytes: every writer is gone. [`io::ErrorKind::WouldBlock`]: it was closed and is open again; the
-    /// end must be registered anew ([`PipeEnd::into_inner`], [`PipeEnd::new`]).
+    /// Gives the descriptor back.
+    pub fn into_inner(self) -> T {
+        self.fd
+    }
+
+    /// 0 bytes: every writer is gone.
     pub fn poll_read(&self, cx: &mut Context<'_>, buf: &mut [u8]) -> Poll<io::Result<usize>> {
-        loop {
-            let mut guard = ready!(self.0.poll_read_ready(cx))?;
-            let closed = guard.ready().is_read_closed();
-            match guard.try_io(|fd| Ok(rustix::io::read(fd.get_ref(), &mut *buf)?)) {
-                Ok(result) => return Poll::Ready(result),
-                // The runtime never clears "closed": this loop would not end.
-                Err(_would_block) if closed => return reopened(),
-                Err(_would_block) => {}
-            }
-        }
+        self.poll(cx, Interest::READABLE, |fd| rustix::io::read(fd, &mut *buf))
     }
 
     /// As [`PipeEnd::poll_read`]; every reader's end is [`io::ErrorKind::BrokenPipe`].
     pub fn poll_write(&self, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        loop {
-            let mut guard = ready!(self.0.poll_write_ready(cx))?;
-            let closed = guard.ready().is_write_closed();
-            match guard.try_io(|fd| Ok(rustix::io::write(fd.get_ref(), bytes)?)) {
-                Ok(result) => return Poll::Ready(result),
-                Err(_would_block) if closed => return reopened(),
-                Err(_would_block) => {}
+        self.poll(cx, Interest::WRITABLE, |fd| rustix::io::write(fd, bytes))
+    }
+
+    fn poll(
+        &self,
+        cx: &mut Context<'_>,
+        interest: Interest,
+        mut attempt: impl FnMut(BorrowedFd<'_>) -> Result<usize, Errno>,
+    ) -> Poll<io::Result<usize>> {
+        let mut wait = self.wait.lock().unwrap_or_else(PoisonError::into_inner);
+        for _ in 0..ATTEMPTS_MAX {
+            match attempt(self.fd.as_fd()) {
+                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN) => {}
+                other => {
+                    *wait = None;
+                    return Poll::Ready(Ok(other?));
+                }
+            }
+            let registered = match wait.take() {
+                Some(registered) => registered,
+                None => Wait::new(&self.fd, interest)?,
+            };
+            let told = if interest.is_readable() {
+                registered.poll_readable(cx)
+            } else {
+                registered.poll_writable(cx)
+            };
+            match told {
+                Poll::Ready(told) => told?,
+                Poll::Pending => {
+                    *wait = Some(registered);
+                    return Poll::Pending;
+                }
             }
         }
+        // Told that it is ready and refused again and again: others get their turn first.
+        cx.waker().wake_by_ref();
+        Poll::Pending
     }
-}
-
-fn reopened() -> Poll<io::Result<usize>> {
-    Poll::Ready(Err(io::ErrorKind::WouldBlock.into()))
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs::OpenOptions;
     use std::future::poll_fn;
-    use std::os::fd::OwnedFd;
+    use std::os::fd::{AsRawFd, OwnedFd};
 
     use super::*;
 
@@ -89,39 +112,36 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_end_that_was_closed_and_is_open_again_says_so_and_does_not_spin() {
+    async fn an_end_that_was_closed_and_is_open_again_waits_for_what_comes() {
         let (reader, writer) = std::io::pipe().unwrap();
         let reader = OwnedFd::from(reader);
         prepare(&reader).unwrap();
         drop(writer);
-        let end = PipeEnd::new(reader).unwrap();
+        let end = PipeEnd::new(reader);
         let mut buf = [0; 8];
         assert_eq!(poll_fn(|cx| end.poll_read(cx, &mut buf)).await.unwrap(), 0);
         let writer = reopen(end.get_ref(), OpenOptions::new().write(true));
-        let error = poll_fn(|cx| end.poll_read(cx, &mut buf)).await.unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
-        let end = PipeEnd::new(end.into_inner()).unwrap();
+        let waits = poll_fn(|cx| Poll::Ready(end.poll_read(cx, &mut buf).is_pending())).await;
+        assert!(waits, "it does not wait though there is nothing to read");
         rustix::io::write(&writer, b"here").unwrap();
         assert_eq!(poll_fn(|cx| end.poll_read(cx, &mut buf)).await.unwrap(), 4);
     }
 
     #[tokio::test]
-    async fn a_writing_end_that_is_open_again_and_full_does_not_spin() {
+    async fn a_full_end_waits_until_there_is_room() {
         let (reader, writer) = std::io::pipe().unwrap();
-        let writer = OwnedFd::from(writer);
+        let (reader, writer) = (OwnedFd::from(reader), OwnedFd::from(writer));
         prepare(&writer).unwrap();
-        drop(reader);
-        let end = PipeEnd::new(writer).unwrap();
-        let error = poll_fn(|cx| end.poll_write(cx, b"lost")).await.unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
-        let _reader = reopen(end.get_ref(), OpenOptions::new().read(true));
-        let bytes = vec![0; PIPE_BYTES];
-        let error = loop {
-            match poll_fn(|cx| end.poll_write(cx, &bytes)).await {
-                Ok(_) => {}
-                Err(error) => break error,
+        let end = PipeEnd::new(writer);
+        let bytes = vec![7; PIPE_BYTES];
+        loop {
+            let told = poll_fn(|cx| Poll::Ready(end.poll_write(cx, &bytes))).await;
+            if told.is_pending() {
+                break;
             }
-        };
-        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        }
+        let mut taken = vec![0; PIPE_BYTES];
+        assert!(rustix::io::read(&reader, &mut taken[..]).unwrap() > 0);
+        assert!(poll_fn(|cx| end.poll_write(cx, b"more")).await.unwrap() > 0);
     }
 }

@@ -7,7 +7,7 @@
 
 use std::future::poll_fn;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -98,20 +98,20 @@ impl Guest {
     /// does not).
     pub async fn run<R, W>(&self, reader: R, writer: W) -> io::Result<()>
     where
-        R: AsFd + AsRawFd,
-        W: AsFd + AsRawFd,
+        R: AsFd,
+        W: AsFd,
     {
         prepare(&reader)?;
         prepare(&writer)?;
         let mut ends =
-            Ends { reader: End::new(PipeEnd::new(reader)?), writer: End::new(PipeEnd::new(writer)?) };
+            Ends { reader: End::new(PipeEnd::new(reader)), writer: End::new(PipeEnd::new(writer)) };
         poll_fn(|cx| self.poll_drive(&mut ends, cx)).await
     }
 
     fn poll_drive<R, W>(&self, ends: &mut Ends<R, W>, cx: &mut Context<'_>) -> Poll<io::Result<()>>
     where
-        R: AsFd + AsRawFd,
-        W: AsFd + AsRawFd,
+        R: AsFd,
+        W: AsFd,
     {
         for _ in 0..TURN_MAX {
             let mut inner = self.inner();
@@ -127,65 +127,48 @@ impl Guest {
     }
 }
 
-struct Ends<R: AsRawFd, W: AsRawFd> {
+struct Ends<R: AsFd, W: AsFd> {
     reader: End<R>,
     writer: End<W>,
 }
 
 /// A pipe's end that may have lost its other end for a while.
-struct End<T: AsRawFd> {
-    pipe: Option<PipeEnd<T>>,
+struct End<T: AsFd> {
+    pipe: PipeEnd<T>,
     look_again: Option<Pin<Box<Sleep>>>,
     interval: Duration,
 }
 
-impl<T: AsRawFd + AsFd> End<T> {
+impl<T: AsFd> End<T> {
     fn new(pipe: PipeEnd<T>) -> Self {
-        Self { pipe: Some(pipe), look_again: None, interval: LOOK_AGAIN }
+        Self { pipe, look_again: None, interval: LOOK_AGAIN }
     }
 
     /// The pipe, unless it is not time to look at it again.
-    fn poll_pipe(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<&PipeEnd<T>>> {
+    fn poll_pipe(&mut self, cx: &mut Context<'_>) -> Poll<&PipeEnd<T>> {
         if let Some(sleep) = &mut self.look_again {
             if sleep.as_mut().poll(cx).is_pending() {
                 return Poll::Pending;
             }
             self.look_again = None;
         }
-        match &self.pipe {
-            Some(pipe) => Poll::Ready(Ok(pipe)),
-            None => Poll::Ready(Err(io::ErrorKind::NotConnected.into())),
-        }
-    }
-
-    /// The runtime holds a closed end to be closed for ever.
-    fn register_anew(&mut self) -> io::Result<()> {
-        if let Some(pipe) = self.pipe.take() {
-            self.pipe = Some(PipeEnd::new(pipe.into_inner())?);
-        }
-        Ok(())
+        Poll::Ready(&self.pipe)
     }
 
     /// The other end is gone.
-    fn lost(&mut self) -> io::Result<()> {
-        self.register_anew()?;
+    fn lost(&mut self) {
         self.look_again = Some(Box::pin(sleep_until(Instant::now() + self.interval)));
         self.interval = (self.interval * 2).min(LOOK_AGAIN_MAX);
-        Ok(())
     }
 }
 
 impl Inner {
-    fn poll_read_some<R: AsRawFd + AsFd>(
-        &mut self,
-        end: &mut End<R>,
-        cx: &mut Context<'_>,
-    ) -> io::Result<bool> {
+    fn poll_read_some<R: AsFd>(&mut self, end: &mut End<R>, cx: &mut Context<'_>) -> io::Result<bool> {
         let Poll::Ready(pipe) = end.poll_pipe(cx) else { return Ok(false) };
-        match pipe?.poll_read(cx, self.inbound.room()) {
+        match pipe.poll_read(cx, self.inbound.room()) {
             Poll::Pending => Ok(false),
             Poll::Ready(Ok(0)) => {
-                end.lost()?;
+                end.lost();
                 Ok(true)
             }
             Poll::Ready(Ok(n)) => {
@@ -194,19 +177,11 @@ impl Inner {
                 self.take_packets();
                 Ok(true)
             }
-            Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => {
-                end.register_anew()?;
-                Ok(true)
-            }
             Poll::Ready(Err(error)) => Err(error),
         }
     }
 
-    fn poll_write_some<W: AsRawFd + AsFd>(
-        &mut self,
-        end: &mut End<W>,
-        cx: &mut Context<'_>,
-    ) -> io::Result<bool> {
+    fn poll_write_some<W: AsFd>(&mut self, end: &mut End<W>, cx: &mut Context<'_>) -> io::Result<bool> {
         if self.outbound.is_empty() {
             let Some(session) = &self.session else { return Ok(false) };
             let mut mux = session.mux();
@@ -217,7 +192,7 @@ impl Inner {
             }
         }
         let Poll::Ready(pipe) = end.poll_pipe(cx) else { return Ok(false) };
-        match pipe?.poll_write(cx, self.outbound.unsent()) {
+        match pipe.poll_write(cx, self.outbound.unsent()) {
             Poll::Pending => Ok(false),
             Poll::Ready(Ok(n)) => {
                 end.interval = LOOK_AGAIN;
@@ -225,11 +200,7 @@ impl Inner {
                 Ok(true)
             }
             Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::BrokenPipe => {
-                end.lost()?;
-                Ok(true)
-            }
-            Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => {
-                end.register_anew()?;
+                end.lost();
                 Ok(true)
             }
             Poll::Ready(Err(error)) => Err(error),

@@ -214,7 +214,7 @@ impl Host {
 impl Pipes {
     fn open(pipes: HostPipes) -> Result<Self, AttachError> {
         let end = |which: &'static str, fd: OwnedFd| {
-            prepare(&fd).and_then(|()| PipeEnd::new(fd)).map_err(|source| AttachError::Pipe { which, source })
+            prepare(&fd).map(|()| PipeEnd::new(fd)).map_err(|source| AttachError::Pipe { which, source })
         };
         Ok(Self {
             writer: end("stdin", pipes.to_sandbox)?,

@@ -18,8 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use dormouse_wire::envd::connect::{Code, Error};
 use dormouse_wire::envd::filesystem::{EventType, FilesystemEvent, WatchRequest};
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
+use dormouse_wire::ready;
 use tokio::sync::Notify;
 
 pub use poll::Watchers;
@@ -42,7 +41,7 @@ static LIVE: Mutex<Vec<Weak<Watch>>> = Mutex::new(Vec::new());
 pub struct Watch {
     state: Mutex<State>,
     /// A duplicate of the inotify descriptor, for the reactor.
-    ready: AsyncFd<OwnedFd>,
+    fd: OwnedFd,
     /// Rung when events were queued by somebody who is not waiting for them.
     bell: Notify,
     recursive: bool,
@@ -64,14 +63,9 @@ impl Watch {
         let tree = super::blocking(move || open(&caller, &request)).await?;
         let broke = |why: std::io::Error| Error::internal(format!("the watcher cannot be waited for: {why}"));
         let fd = tree.fd().try_clone_to_owned().map_err(broke)?;
-        #[expect(
-            deprecated,
-            reason = "its successor is unsafe for types that lie about their descriptor; OwnedFd does not"
-        )]
-        let ready = AsyncFd::with_interest(fd, Interest::READABLE).map_err(broke)?;
         let watch = Arc::new(Self {
             state: Mutex::new(State { tree, names: Names::default(), queue: VecDeque::new(), broken: None }),
-            ready,
+            fd,
             bell: Notify::new(),
             recursive,
             include_entry,
@@ -123,13 +117,10 @@ impl Watch {
     /// Waits until there is something, and queues it.
     async fn wait(self: &Arc<Self>) -> std::io::Result<()> {
         tokio::select! {
-            ready = self.ready.readable() => {
-                let mut ready = ready?;
+            ready = ready::readable(&self.fd) => {
+                ready?;
                 let watch = Arc::clone(self);
-                let empty = tokio::task::spawn_blocking(move || watch.drain()).await.map_err(std::io::Error::other)?;
-                if empty {
-                    ready.clear_ready();
-                }
+                tokio::task::spawn_blocking(move || watch.drain()).await.map_err(std::io::Error::other)?;
             }
             () = self.bell.notified() => {}
         }
