@@ -94,6 +94,9 @@ pub struct ForkChild {
 pub struct WarmSpec {
     pub rootfs: PathBuf,
     pub shape: Shape,
+    /// A published snapshot's folder: runtimes that were restored from it already and wait, never
+    /// woken, for a start of that very snapshot in a new session. `None`: for any start.
+    pub snapshot: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

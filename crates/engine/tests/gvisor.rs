@@ -120,7 +120,7 @@ async fn goes_on(cgroups: bool, rounds: u32) {
         while seen.echoed < sent {
             assert_eq!(seen.read(&mut talk), None);
         }
-        lab.engine.prewarm(WarmSpec { rootfs: lab.rootfs(), shape: SHAPE }, 1).await;
+        lab.engine.prewarm(WarmSpec { rootfs: lab.rootfs(), shape: SHAPE, snapshot: None }, 1).await;
     }
     assert_eq!(seen.ask(&mut talk, "sum"), sum);
     assert_eq!(seen.ask(&mut talk, "read /root/note"), "kept");
@@ -302,7 +302,7 @@ async fn ends_are_noticed_with_their_reason() {
 async fn a_new_daemon_finds_its_sandboxes_and_sweeps_the_rest() {
     let mut lab = Lab::new().await;
     let (kept, lost) = (lab.boot().await, lab.boot().await);
-    lab.engine.prewarm(WarmSpec { rootfs: lab.rootfs(), shape: SHAPE }, 1).await;
+    lab.engine.prewarm(WarmSpec { rootfs: lab.rootfs(), shape: SHAPE, snapshot: None }, 1).await;
     let runs = lab.dir.path().join("gvisor/run");
     let is_made = |run: &std::fs::DirEntry| {
         let meta = std::fs::read_to_string(run.path().join("meta.json")).unwrap_or_default();

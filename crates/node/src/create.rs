@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
+use dormouse_engine::WarmSpec;
 use dormouse_snapshot::Reason;
 use dormouse_types::{Generation, SandboxId, SnapshotId, random_hex};
 use futures_util::StreamExt;
@@ -313,8 +314,26 @@ pub async fn prewarm(hub: &Hub, template: &TemplateInfo) {
     if let Ok(engine) = hub.engine(template.engine)
         && hub.config.pool > 0
     {
-        let spec = dormouse_engine::WarmSpec { rootfs: hub.rootfs(&template.rootfs), shape: template.shape };
-        engine.prewarm(spec, hub.config.pool).await;
+        let rootfs = hub.rootfs(&template.rootfs);
+        // Some for starts of whatever snapshot, and some that are at the template's base snapshot already.
+        let for_any = WarmSpec { rootfs, shape: template.shape, snapshot: None };
+        engine.prewarm(for_any.clone(), hub.config.pool).await;
+        if let Some(base) = &template.snapshot {
+            engine
+                .prewarm(WarmSpec { snapshot: Some(hub.store.dir(base)), ..for_any }, hub.config.pool)
+                .await;
+        }
+    }
+}
+
+/// Ends the runtimes that were kept ready for starts of this template's base snapshot.
+pub async fn cool(hub: &Hub, template: &TemplateInfo) {
+    if let Ok(engine) = hub.engine(template.engine)
+        && let Some(base) = &template.snapshot
+    {
+        let rootfs = hub.rootfs(&template.rootfs);
+        let spec = WarmSpec { rootfs, shape: template.shape, snapshot: Some(hub.store.dir(base)) };
+        engine.prewarm(spec, 0).await;
     }
 }
 

@@ -3,6 +3,7 @@
 use dormouse_snapshot::Reason;
 use dormouse_types::SandboxId;
 
+use crate::create;
 use crate::create::find_template;
 use crate::error::{ErrorCode, NodeError};
 use crate::hub::Hub;
@@ -142,6 +143,7 @@ impl Node {
 
 pub async fn remove_template(hub: &Hub, info: &TemplateInfo) -> Result<Removed, NodeError> {
     hub.journal.drop_template(info.id.clone()).await?;
+    create::cool(hub, info).await;
     let mut removed =
         Removed { id: info.id.to_string(), freed_bytes: 0, children: Vec::new(), kept: Vec::new() };
     if let Some(snapshot) = &info.snapshot

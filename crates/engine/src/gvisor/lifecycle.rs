@@ -96,15 +96,37 @@ impl Inner {
     }
 
     /// A container for the pool: frozen, for it would use some 5 % of a processor to do nothing.
+    /// Nobody speaks to it before it is somebody's, and whoever takes it wakes it as any other.
     pub(super) async fn make_member(&self, spec: &WarmSpec, container: &Container) -> Result<Pipes, Failure> {
         let pipes = self.make(spec, &self.agent.digest, container).await?;
-        let frozen = container.clone();
-        blocking(move || frozen.freeze()).await?;
+        let made = async {
+            if let Some(snapshot) = &spec.snapshot {
+                let image = snapshot.clone();
+                let direct = blocking(move || inspect(&image)).await?;
+                self.target(container, &self.layout.files()).restore(snapshot, direct).await?;
+            }
+            let frozen = container.clone();
+            blocking(move || frozen.freeze()).await
+        };
+        if let Err(failure) = made.await {
+            let failed = container.clone();
+            blocking(move || failed.destroy()).await?;
+            return Err(failure);
+        }
         Ok(pipes)
     }
 
     /// From the pool, or made now. True: it was ready.
     async fn obtain(&self, spec: &WarmSpec) -> Result<(Member, Claim<'_>, bool), Failure> {
+        if let Some((member, claim)) = self.ready(spec).await? {
+            return Ok((member, claim, true));
+        }
+        let (member, claim) = self.obtain_new(spec, &self.agent.digest).await?;
+        Ok((member, claim, false))
+    }
+
+    /// A member of the pool that lives, thawed.
+    async fn ready(&self, spec: &WarmSpec) -> Result<Option<(Member, Claim<'_>)>, Failure> {
         while let Some((member, claim)) = self.pool.take(spec) {
             let container = member.container.clone();
             let alive = blocking(move || {
@@ -112,14 +134,31 @@ impl Inner {
                 if alive { container.thaw().map(|()| true) } else { Ok(false) }
             });
             if alive.await? {
-                return Ok((member, claim, true));
+                return Ok(Some((member, claim)));
             }
             let container = member.container;
             tracing::warn!(container = %container.id, "a prepared runtime had ended");
             blocking(move || container.destroy()).await?;
         }
-        let (member, claim) = self.obtain_new(spec, &self.agent.digest).await?;
-        Ok((member, claim, false))
+        Ok(None)
+    }
+
+    /// For a restore: one that was restored already, one to restore into, or a new one.
+    async fn obtain_for(&self, spec: &RestoreSpec) -> Result<(Member, Claim<'_>, bool), Failure> {
+        let warm = WarmSpec { rootfs: spec.rootfs.clone(), shape: spec.shape, snapshot: None };
+        let agent_digest = &spec.manifest.compat.agent_digest;
+        if *agent_digest != self.agent.digest {
+            // An image goes on with the very executable it was made with: pool members have the newest.
+            let (member, claim) = self.obtain_new(&warm, agent_digest).await?;
+            return Ok((member, claim, false));
+        }
+        if spec.session == Session::New {
+            let restored = WarmSpec { snapshot: Some(spec.snapshot_dir.clone()), ..warm.clone() };
+            if let Some((member, claim)) = self.ready(&restored).await? {
+                return Ok((member, claim, true));
+            }
+        }
+        self.obtain(&warm).await
     }
 
     async fn obtain_new(&self, spec: &WarmSpec, agent_digest: &str) -> Result<(Member, Claim<'_>), Failure> {
@@ -143,7 +182,7 @@ impl Inner {
     }
 
     pub(super) async fn boot(&self, spec: BootSpec) -> Result<(), Failure> {
-        let warm = WarmSpec { rootfs: spec.rootfs, shape: spec.shape };
+        let warm = WarmSpec { rootfs: spec.rootfs, shape: spec.shape, snapshot: None };
         let (Member { container, pipes, .. }, claim, _) = self.obtain(&warm).await?;
         let binding = Binding {
             sandbox: &spec.sandbox,
@@ -167,15 +206,7 @@ impl Inner {
         self.check_manifest(&spec.manifest)?;
         let image = spec.snapshot_dir.clone();
         let direct = blocking(move || inspect(&image)).await?;
-        let warm = WarmSpec { rootfs: spec.rootfs.clone(), shape: spec.shape };
-        let agent_digest = &spec.manifest.compat.agent_digest;
-        let (Member { container, pipes, .. }, claim, from_pool) = if *agent_digest == self.agent.digest {
-            self.obtain(&warm).await?
-        } else {
-            // An image goes on with the very executable it was made with: pool members have the newest.
-            let (member, claim) = self.obtain_new(&warm, agent_digest).await?;
-            (member, claim, false)
-        };
+        let (Member { container, pipes, spec: warm }, claim, from_pool) = self.obtain_for(&spec).await?;
         let binding = Binding {
             sandbox: &spec.sandbox,
             generation: spec.generation,
@@ -188,7 +219,12 @@ impl Inner {
             // What the sandbox says before somebody listens waits in its pipe.
             let files = self.layout.files();
             let target = self.target(&container, &files);
-            let restore = target.restore(&spec.snapshot_dir, direct);
+            let restore = async {
+                if warm.snapshot.is_some() {
+                    return Ok(());
+                }
+                target.restore(&spec.snapshot_dir, direct).await
+            };
             // Neither is given up half done for the other's sake.
             let (bound, restored) = tokio::join!(self.bind(binding, pipes), restore);
             restored?;

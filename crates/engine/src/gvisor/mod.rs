@@ -157,6 +157,11 @@ impl Gvisor {
                 let claim = inner.pool.claim(&container.id);
                 match inner.make_member(&spec, &container).await {
                     Ok(pipes) => engine.drop_members(inner.pool.put(Member { spec, container, pipes })).await,
+                    // The snapshot may have gone: starts of it do without.
+                    Err(error) if spec.snapshot.is_some() => {
+                        tracing::debug!(snapshot = ?spec.snapshot, %error, "no runtime is kept restored");
+                        engine.drop_members(inner.pool.want(spec, 0)).await;
+                    }
                     Err(error) => {
                         tracing::warn!(rootfs = %spec.rootfs.display(), %error, "no runtime could be prepared");
                         failed = true;
