@@ -39,6 +39,8 @@ const MANIFEST_TMP: &str = "manifest.tmp";
 /// What a removal renames the manifest to: the folder is then unfinished and goes at the next open.
 const MANIFEST_GONE: &str = "manifest.gone";
 
+const LARGE_BYTES: u64 = 1 << 20;
+
 /// A folder of snapshots. Cheap to clone; clones share nothing but the path.
 #[derive(Debug, Clone)]
 pub struct Store {
@@ -142,6 +144,18 @@ impl Store {
         let bytes = fs::disk_bytes(&dir);
         std::fs::remove_dir_all(&dir).map_err(|source| failed("delete its folder", source))?;
         Ok(Freed { bytes })
+    }
+
+    /// Lets the page cache drop what it holds of a snapshot's large files: they stay on the disk.
+    pub fn release_cache(&self, id: &SnapshotId) {
+        let entries = std::fs::read_dir(self.dir(id)).into_iter().flatten().flatten();
+        for entry in entries.filter(|entry| entry.metadata().is_ok_and(|about| about.len() >= LARGE_BYTES)) {
+            let advised = File::open(entry.path())
+                .and_then(|file| Ok(rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?));
+            if let Err(error) = advised {
+                tracing::debug!(%error, path = %entry.path().display(), "the page cache keeps it");
+            }
+        }
     }
 
     /// Bytes on the disk that the snapshot's folder holds; what [`Store::remove`] would give back.

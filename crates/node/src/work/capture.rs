@@ -51,7 +51,8 @@ impl Job {
         let mut notes = Vec::new();
         // Without a keeper nobody can be asked.
         if reason != Reason::Internal {
-            match agent::quiesce(&dir).await {
+            let (quiesced, ()) = tokio::join!(agent::quiesce(&dir), self.release_former());
+            match quiesced {
                 Ok(quiesced) => notes.extend(quiesced.notes),
                 Err(error) => notes.push(format!("the file systems were not synced first: {error}")),
             }
@@ -135,6 +136,17 @@ impl Job {
             return Err(NodeError::new(ErrorCode::NoSpace, message));
         }
         Ok(())
+    }
+
+    /// The new image takes the former one's place in the page cache: memory that is at hand is used
+    /// again, and a sandbox does not fill the host's with images that it has outlived.
+    async fn release_former(&self) {
+        let Some(head) = self.order.head.clone() else { return };
+        let own = matches!(self.load(&head).await, Ok(former) if former.sandbox == self.order.info.id);
+        if own {
+            let store = self.order.hub.store.clone();
+            drop(self.order.hub.blocking("room in the page cache", move || store.release_cache(&head)).await);
+        }
     }
 
     async fn begin_draft(&self) -> Result<Draft, NodeError> {
