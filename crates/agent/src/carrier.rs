@@ -6,6 +6,7 @@
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::time::Duration;
 
 use dormouse_wire::carrier::{Guest, Stream, read_line, relay, write_line};
 use dormouse_wire::stream::{CONTROL_PORT, ENVD_PORT, Open, Refusal, Reply};
@@ -14,6 +15,9 @@ use tokio::net::TcpStream;
 use crate::context::Ctx;
 use crate::egress;
 use crate::http::{self, Services};
+
+const CONNECT_PATIENCE: Duration = Duration::from_secs(2);
+const CONNECTS_MAX: usize = 5;
 
 /// Serves the keeper; ends only when standard input or output cannot be used at all.
 pub async fn run(ctx: Ctx, services: Services) -> io::Result<()> {
@@ -68,13 +72,24 @@ async fn serve_port(mut stream: Stream, port: u16) -> io::Result<()> {
 
 /// Servers bind one family or the other; both are "the port".
 async fn connect(port: u16) -> io::Result<TcpStream> {
-    match TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).await {
+    match connect_to(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).await {
         Ok(socket) => Ok(socket),
-        Err(error) => match TcpStream::connect(SocketAddr::from((Ipv6Addr::LOCALHOST, port))).await {
+        Err(error) => match connect_to(SocketAddr::from((Ipv6Addr::LOCALHOST, port))).await {
             Ok(socket) => Ok(socket),
             Err(_) => Err(error),
         },
     }
+}
+
+/// On the loopback an answer comes at once or not at all: gVisor's stack has lost one now and then
+/// after a restore, and a second try from another port is answered.
+async fn connect_to(address: SocketAddr) -> io::Result<TcpStream> {
+    for _ in 0..CONNECTS_MAX {
+        if let Ok(told) = tokio::time::timeout(CONNECT_PATIENCE, TcpStream::connect(address)).await {
+            return told;
+        }
+    }
+    Err(io::ErrorKind::TimedOut.into())
 }
 
 /// Copies both ways; what ends by an error on one side ends by a reset on the other.

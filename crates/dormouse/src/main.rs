@@ -60,7 +60,8 @@ fn run_daemon(args: ServeArgs, context: &Context) -> Result<ExitStatus, CliError
 /// The keeper is small: one thread.
 fn run_keeper(args: KeeperArgs) -> Result<ExitStatus, CliError> {
     let KeeperArgs { dir, sandbox } = args;
-    dormouse_keeper::run(dormouse_keeper::KeeperArgs { dir, sandbox }).map_err(|error| CliError::failed(chain(&error)))?;
+    dormouse_keeper::run(dormouse_keeper::KeeperArgs { dir, sandbox })
+        .map_err(|error| CliError::failed(chain(&error)))?;
     Ok(ExitStatus::OK)
 }
 

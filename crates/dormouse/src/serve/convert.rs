@@ -115,6 +115,11 @@ fn state(given: &model::State) -> (ours::State, Option<ours::Tier>, Option<Strin
 
 pub fn info(info: &model::SandboxInfo) -> ours::SandboxInfo {
     let (state, tier, why) = state(&info.state);
+    // What there is to go on from belongs to the bad news.
+    let why = why.map(|why| match &info.parent {
+        Some(parent) => format!("{why}; its last snapshot is {parent}: roll back to it to go on from there"),
+        None => format!("{why}; it has no snapshot to go back to"),
+    });
     ours::SandboxInfo {
         sandbox_id: info.id.to_string(),
         template_id: info.template.to_string(),

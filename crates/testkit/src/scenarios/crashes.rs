@@ -128,16 +128,31 @@ pub async fn s29(stage: &mut Stage) -> Result<()> {
     }
     stage.tidy().await;
     let daemon = stage.daemon()?.pid();
-    let left =
-        || async { Ok(host::holdings(&data_dir, daemon)?.beyond(&clean).iter().all(|name| is_pool(name))) };
-    eventually("a clean host", left).await.with_context(|| {
-        format!("leaked: {:?}", host::holdings(&data_dir, daemon).unwrap_or_default().beyond(&clean))
-    })
+    let leaked = || leaked(&data_dir, daemon, &clean);
+    eventually("a clean host", || async { Ok(leaked()?.is_empty()) })
+        .await
+        .with_context(|| format!("leaked: {:?}", leaked().unwrap_or_default()))
 }
 
-/// Containers that are ready for the next create come and go: they are the pool's, not a leak.
-fn is_pool(_name: &str) -> bool {
-    false
+/// Prepared runtimes: created ones, and those already at a template's base snapshot.
+const POOL_MAX: usize = 8;
+
+/// What is on the host and belongs to no sandbox, now that there is none. The pool's prepared runtimes
+/// come and go: each process must belong to one that is there.
+fn leaked(data_dir: &std::path::Path, daemon: u32, clean: &host::Holdings) -> Result<Vec<String>> {
+    let now = host::holdings(data_dir, daemon)?;
+    let of_sandboxes = |path: &&String| !path.contains("/gvisor/run/");
+    let prepared: Vec<&str> = now.runtime_files.iter().filter_map(|path| path.rsplit('/').next()).collect();
+    let of_the_pool = |name: &str| prepared.iter().any(|id| name.contains(id));
+    let mut leaked: Vec<String> =
+        now.processes.iter().chain(&now.cgroups).filter(|name| !of_the_pool(name)).cloned().collect();
+    leaked.retain(|name| !clean.cgroups.contains(name));
+    leaked.extend(now.mounts.difference(&clean.mounts).cloned());
+    leaked.extend(now.runtime_files.iter().filter(of_sandboxes).cloned());
+    if now.runtime_files.len() > POOL_MAX {
+        leaked.push(format!("{} runtimes, more than a pool has", now.runtime_files.len()));
+    }
+    Ok(leaked)
 }
 
 /// Host reboot (everything killed): paused sandboxes resume; running ones say what became of them.

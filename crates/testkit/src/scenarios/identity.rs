@@ -96,7 +96,7 @@ pub async fn s41(stage: &Stage) -> Result<()> {
     };
     for (field, wanted) in [
         ("kept", &["memory", "processes", "files"][..]),
-        ("refreshed", &["hostname", "machine-id", "token", "random"][..]),
+        ("refreshed", &["hostname", "machine id", "token", "random"][..]),
         ("dropped", &["stream", "connection"][..]),
     ] {
         for word in wanted {

@@ -148,7 +148,9 @@ impl Clone {
     /// Kills its sandboxes and its daemon, and says what is left on the host.
     pub async fn end(mut self) -> Result<Vec<String>> {
         clear(&self.http()?).await?;
-        self.daemon = None;
+        if let Some(daemon) = self.daemon.take() {
+            daemon.stop().await?;
+        }
         let left = host::holdings(&self.folder, 0)?;
         let mounts = usize::from(self.mounted.is_some());
         ensure!(left.mounts.len() <= mounts, "mounts are left: {:?}", left.mounts);

@@ -7,8 +7,7 @@ use std::sync::atomic::Ordering;
 
 use axum::extract::State as Extracted;
 use dormouse_api::e2b::{
-    LogLevel, SandboxLogEntry, SandboxLogs, SandboxLogsV2, SandboxMetric, SandboxesWithMetrics,
-    Team,
+    LogLevel, SandboxLogEntry, SandboxLogs, SandboxLogsV2, SandboxMetric, SandboxesWithMetrics, Team,
 };
 use dormouse_api::error::ApiError;
 use dormouse_api::query::Query;
