@@ -88,7 +88,7 @@ pub const DORMOUSE: &[Endpoint] = &[
     e("POST", "/dormouse/v1/keys", "Create an API key; its secret is told once", &[], One("NewKey"), &[201], One("KeyInfo")),
     e("DELETE", "/dormouse/v1/keys/{keyID}", "Remove an API key", &[], Empty, &[204], Empty),
     e("GET", "/dormouse/v1/sandboxes", "List sandboxes with everything known, in pages (X-Next-Token)", LIST, Empty, &[200], Many("SandboxInfo")),
-    e("GET", "/dormouse/v1/sandboxes/{sandboxID}", "One sandbox: tier, why awake, receipts, parent", &[], Empty, &[200], One("SandboxInfo")),
+    e("GET", "/dormouse/v1/sandboxes/{sandboxID}", "One sandbox: tier, why awake (whyAwake=false: not asked, and answered at once), receipts, parent", &["whyAwake"], Empty, &[200], One("SandboxInfo")),
     e("POST", "/dormouse/v1/sandboxes/{sandboxID}/pause", "Pause to disk", &[], One("PauseRequest"), &[200], One("PauseResult")),
     e("POST", "/dormouse/v1/sandboxes/{sandboxID}/resume", "Resume", &[], One("ResumeRequest"), &[200], One("Receipt")),
     e("POST", "/dormouse/v1/sandboxes/{sandboxID}/checkpoint", "Take a snapshot and keep running", &[], One("Checkpoint"), &[201], One("SnapshotInfo")),

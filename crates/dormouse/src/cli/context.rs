@@ -56,10 +56,19 @@ impl Context {
         read(&self.data_dir, name)
     }
 
-    /// Everything about one sandbox.
+    /// What is known of one sandbox at once.
     pub async fn sandbox(&self, id: &str) -> Result<SandboxInfo, CliError> {
+        self.look_up(id, "?whyAwake=false").await
+    }
+
+    /// Everything about one sandbox; to tell what keeps it awake takes half a second.
+    pub async fn sandbox_watched(&self, id: &str) -> Result<SandboxInfo, CliError> {
+        self.look_up(id, "").await
+    }
+
+    async fn look_up(&self, id: &str, query: &str) -> Result<SandboxInfo, CliError> {
         let what = format!("look up sandbox {id}");
-        Ok(self.client()?.get(&what, &format!("/dormouse/v1/sandboxes/{}", encode(id))).await?)
+        Ok(self.client()?.get(&what, &format!("/dormouse/v1/sandboxes/{}{query}", encode(id))).await?)
     }
 
     /// The API inside one sandbox, as this user.

@@ -89,7 +89,7 @@ pub async fn list(args: &LsArgs, context: &Context) -> Outcome {
 }
 
 pub async fn info(sandbox: &str, context: &Context) -> Outcome {
-    let info = context.sandbox(sandbox).await?;
+    let info = context.sandbox_watched(sandbox).await?;
     show(context, &info, answer::sandbox)
 }
 

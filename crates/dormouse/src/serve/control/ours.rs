@@ -28,10 +28,12 @@ pub async fn list(app: Shared, Asked(query): Asked) -> Outcome {
     Ok(reply::page(&listed, next))
 }
 
-pub async fn get(app: Shared, Id(id): Id) -> Outcome {
+pub async fn get(app: Shared, Id(id): Id, Asked(query): Asked) -> Outcome {
     let info = app.node.get(&id).await?;
     let mut told = convert::info(&info);
-    if matches!(info.state, State::Running) {
+    // To tell takes two looks half a second apart: not everybody wants to wait for it.
+    let wanted = query.flag("whyAwake")?.unwrap_or(true);
+    if wanted && matches!(info.state, State::Running) {
         told.why_awake = match app.node.why_awake(&id).await {
             Ok(why) => why,
             // It may have ended meanwhile; if not, the rest is still worth telling.
