@@ -264,7 +264,7 @@ async fn wrong_input_is_refused_with_the_fields_name() {
         (
             "POST",
             "/sandboxes",
-            r#"{"templateID": "base", "network": {"allowPublicTraffic": false}}"#,
+            r#"{"templateID": "base", "network": {"allowPublicTraffic": "no"}}"#,
             "network.allowPublicTraffic: ",
         ),
         (
