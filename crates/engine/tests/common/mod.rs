@@ -151,15 +151,31 @@ impl Lab {
     }
 }
 
+const SWEEPS_MAX: u32 = 50;
+
+fn is_named_by_a_process(dir: &str) -> bool {
+    let names = |pid: &u32| dormouse_sys::process::arguments(*pid).iter().any(|word| word.contains(dir));
+    dormouse_sys::process::pids().iter().any(names)
+}
+
 /// Whatever a failed test leaves is ended with it.
 impl Drop for Lab {
     fn drop(&mut self) {
         let engine = self.engine.clone();
+        let dir = self.dir.path().display().to_string();
         let swept = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
                 engine.shutdown().await;
-                engine.sweep(&[]).await
+                // The pool may have been filling: what it was making appears after a first sweep.
+                for _ in 0..SWEEPS_MAX {
+                    engine.sweep(&[]).await?;
+                    if !is_named_by_a_process(&dir) {
+                        break;
+                    }
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+                Ok::<_, dormouse_engine::EngineError>(())
             })
         });
         if let Err(error) = swept.join().unwrap() {
