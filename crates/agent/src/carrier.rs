@@ -81,8 +81,8 @@ async fn connect(port: u16) -> io::Result<TcpStream> {
     }
 }
 
-/// On the loopback an answer comes at once or not at all: gVisor's stack has lost one now and then
-/// after a restore, and a second try from another port is answered.
+/// On the loopback an answer comes at once or not at all. Under load a dial was seen to hang for a
+/// minute (cause not found): it is given up early and tried again from another port.
 async fn connect_to(address: SocketAddr) -> io::Result<TcpStream> {
     for _ in 0..CONNECTS_MAX {
         if let Ok(told) = tokio::time::timeout(CONNECT_PATIENCE, TcpStream::connect(address)).await {

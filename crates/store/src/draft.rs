@@ -82,11 +82,6 @@ impl Draft {
         }
     }
 
-    /// The former name of [`Draft::flush_while_written`].
-    pub fn digest_while_written(&mut self, name: &str) {
-        self.flush_while_written(name);
-    }
-
     /// Makes the snapshot exist, with `files` (their writers have ended) as its content. The manifest's
     /// own list of files is replaced. On an error the draft is as it was: it may be published again,
     /// restored from, or dropped.

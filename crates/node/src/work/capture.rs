@@ -155,7 +155,7 @@ impl Job {
         let begin = move || {
             let mut draft = store.begin(&id)?;
             for name in names {
-                draft.digest_while_written(name);
+                draft.flush_while_written(name);
             }
             Ok(draft)
         };
