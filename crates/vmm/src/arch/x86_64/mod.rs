@@ -1,0 +1,3 @@
+//! x86-64: the machine that a guest sees, and how it is started.
+
+pub mod layout;

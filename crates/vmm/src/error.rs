@@ -1,0 +1,1 @@
+//! Why operations on a VM fail.

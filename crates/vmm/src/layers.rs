@@ -1,0 +1,1 @@
+//! Layers: sparse files whose holes mean "look below".

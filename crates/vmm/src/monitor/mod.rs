@@ -1,0 +1,1 @@
+//! The monitor: the process that runs one microVM.

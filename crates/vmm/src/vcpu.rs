@@ -1,0 +1,1 @@
+//! vCPUs: one thread each.
