@@ -7,8 +7,11 @@
 //! A *runtime* is one incarnation: `boot` and `restore` make one under a [`RuntimeId`] that the
 //! caller drew and journaled beforehand; `stop` ends it and leaves the keeper; `destroy` ends all.
 
+mod common;
 mod error;
 pub mod gvisor;
+mod host;
+mod keepers;
 mod model;
 
 use std::path::{Path, PathBuf};
@@ -20,8 +23,8 @@ use dormouse_wire::keeper::{EgressRules, Status};
 
 pub use error::{EngineError, Failure, Operation};
 pub use model::{
-    Adopted, After, BootSpec, Capabilities, Captured, CapturedFile, Exit, ForkChild, RestoreSpec, Restored,
-    RuntimeState, Swept, Usage, WarmSpec,
+    Adopted, After, AgentFile, BootSpec, Capabilities, Captured, CapturedFile, Exit, ForkChild, RestoreSpec,
+    Restored, RuntimeState, Swept, Usage, WarmSpec,
 };
 
 #[async_trait]

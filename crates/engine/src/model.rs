@@ -20,6 +20,14 @@ pub struct Capabilities {
     pub live_checkpoint: bool,
 }
 
+/// The agent of new sandboxes: `agent/<digest>/agent` below the data folder, never changed.
+#[derive(Debug, Clone)]
+pub struct AgentFile {
+    pub version: String,
+    /// BLAKE3, hex.
+    pub digest: String,
+}
+
 #[derive(Debug, Clone)]
 pub struct BootSpec {
     pub sandbox: SandboxId,

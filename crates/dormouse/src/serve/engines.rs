@@ -7,8 +7,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use dormouse_engine::Engine;
-use dormouse_engine::gvisor::{AgentFile, Gvisor, GvisorConfig};
+use dormouse_engine::{AgentFile, Engine};
+use dormouse_engine::gvisor::{Gvisor, GvisorConfig};
 use dormouse_node::AgentBinary;
 
 use super::{ServeConfig, ServeError};

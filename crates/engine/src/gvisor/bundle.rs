@@ -10,7 +10,7 @@ use dormouse_types::Shape;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::layout::io_failure;
+use crate::common::io_failure;
 use crate::error::Failure;
 
 /// Version of the set of mounts.

@@ -18,13 +18,13 @@ use dormouse_snapshot::FileRole;
 use dormouse_types::{RuntimeId, SandboxId};
 use dormouse_wire::keeper::Request;
 
+use super::Inner;
 use super::bundle::{DESCRIPTION, Described, LAYOUT};
 use super::container::Container;
-use super::keepers::Keeper;
-use super::layout::io_failure;
 use super::seal::Seal;
-use super::{Inner, blocking};
+use crate::common::{blocking, io_failure};
 use crate::error::Failure;
+use crate::keepers::Keeper;
 use crate::model::{After, Captured, CapturedFile};
 
 /// Beside the sandbox's pages an image holds the kernel's state.

@@ -15,8 +15,9 @@ use dormouse_types::{RuntimeId, Shape};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::layout::{Layout, io_failure};
+use super::layout::Layout;
 use super::seal::Seal;
+use crate::common::{identity, io_failure};
 use crate::error::Failure;
 use crate::model::Usage;
 
@@ -378,19 +379,5 @@ impl DiskWatch {
         let bytes =
             self.files.iter().filter_map(|file| dormouse_sys::files::disk_bytes(file).ok()).sum::<u64>();
         bytes > u64::from(self.limit_mib) << 20
-    }
-}
-
-mod identity {
-    use dormouse_sys::process::Identity;
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    pub fn serialize<S: Serializer>(identity: &Identity, to: S) -> Result<S::Ok, S::Error> {
-        (identity.pid, identity.start_ticks).serialize(to)
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Identity, D::Error> {
-        let (pid, start_ticks) = Deserialize::deserialize(from)?;
-        Ok(Identity { pid, start_ticks })
     }
 }

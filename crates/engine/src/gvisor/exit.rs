@@ -3,17 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dormouse_sys::process::PidFd;
 use dormouse_types::{RuntimeId, SandboxId};
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
 
+use super::Inner;
 use super::container::{Container, DiskWatch};
-use super::{Inner, blocking};
+use crate::common::{blocking, ended};
 use crate::model::Exit;
 
 const LOOK_AT_DISK: Duration = Duration::from_secs(5);
-const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 /// What ended first.
 enum End {
@@ -67,28 +64,6 @@ async fn exceeded(disk: Option<DiskWatch>) -> u32 {
         looks.tick().await;
         if disk.is_exceeded() {
             return disk.limit_mib;
-        }
-    }
-}
-
-#[allow(
-    deprecated,
-    reason = "the successor is unsafe for types whose descriptor changes; a pidfd's never does"
-)]
-async fn ended(handle: Option<PidFd>) {
-    let Some(handle) = handle else { return };
-    match AsyncFd::try_with_interest(handle, Interest::READABLE) {
-        Ok(watched) => {
-            if let Err(error) = watched.readable().await {
-                tracing::warn!(%error, "a process's end cannot be awaited; it counts as ended");
-            }
-        }
-        Err(error) => {
-            let (handle, source) = error.into_parts();
-            tracing::warn!(error = %source, "a process's end cannot be awaited; it is looked at now and then");
-            while !handle.has_ended() {
-                tokio::time::sleep(LOOK_AGAIN).await;
-            }
         }
     }
 }

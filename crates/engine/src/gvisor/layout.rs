@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 
 use dormouse_types::{RuntimeId, SandboxId};
 
+use crate::common::{group_parent, io_failure, names};
 use crate::error::Failure;
 
 #[derive(Debug, Clone)]
@@ -70,8 +71,7 @@ impl Layout {
 
     /// Parent of all groups of this data folder: daemons of other folders have others.
     pub fn group_parent(&self) -> PathBuf {
-        let name = self.data_dir.as_os_str().as_encoded_bytes();
-        PathBuf::from(format!("dormouse-{:016x}", fnv1a(name)))
+        group_parent(&self.data_dir)
     }
 
     pub fn group(&self, container: &RuntimeId) -> PathBuf {
@@ -102,38 +102,5 @@ impl Layout {
     /// Every runtime on record.
     pub fn links(&self) -> Vec<RuntimeId> {
         names(&self.runtimes())
-    }
-}
-
-/// The names in a folder that are valid ids; a folder that is not there has none.
-pub(super) fn names<T: std::str::FromStr>(dir: &Path) -> Vec<T> {
-    let Ok(entries) = std::fs::read_dir(dir) else { return Vec::new() };
-    entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
-}
-
-/// For `map_err`: what was tried on which path.
-pub(super) fn io_failure(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Failure + use<> {
-    let path = path.to_owned();
-    move |source| match source.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Failure::NoSpace { path },
-        _ => Failure::Io { action, path, source },
-    }
-}
-
-/// FNV-1a, 64 bits: stable over releases, which the standard library's hasher is not.
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_hash_is_the_published_one() {
-        assert_eq!(fnv1a(b""), 0xcbf2_9ce4_8422_2325);
-        assert_eq!(fnv1a(b"foobar"), 0x8594_4171_f739_67e8);
     }
 }

@@ -14,13 +14,13 @@ use std::sync::Arc;
 use dormouse_types::{Generation, RuntimeId, SandboxId};
 use dormouse_wire::keeper::{EgressRules, Request, Session};
 
+use super::Inner;
 use super::bundle::{self, Bundle};
 use super::checkpoint::inspect;
 use super::container::{Container, Meta, Pipes};
-use super::layout::io_failure;
 use super::pool::{Claim, Member};
 use super::runsc::{GuestEnds, Target};
-use super::{Inner, blocking};
+use crate::common::{blocking, io_failure};
 use crate::error::Failure;
 use crate::model::{BootSpec, RestoreSpec, Restored, WarmSpec};
 

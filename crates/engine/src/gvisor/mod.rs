@@ -9,8 +9,6 @@ mod bundle;
 mod checkpoint;
 mod container;
 mod exit;
-mod host;
-mod keepers;
 mod layout;
 mod lifecycle;
 mod pool;
@@ -33,13 +31,15 @@ use dormouse_wire::keeper::{Answer, EgressRules, Request, Session, Status};
 pub use runsc::Runsc;
 
 use crate::Engine;
+use crate::common::{blocking, plain_digest};
 use crate::error::{EngineError, Failure, Operation};
+use crate::keepers::Keeper;
 use crate::model::{
     Adopted, After, BootSpec, Capabilities, Captured, Exit, ForkChild, RestoreSpec, Restored, RuntimeState,
     Swept, Usage, WarmSpec,
 };
+use crate::{AgentFile, host};
 use container::Container;
-use keepers::Keeper;
 use layout::Layout;
 use pool::{Member, Pool};
 
@@ -58,14 +58,6 @@ pub struct GvisorConfig {
     pub runsc: Option<PathBuf>,
     /// False: do as on a host without usable cgroups.
     pub cgroups: bool,
-}
-
-/// The agent of new sandboxes: `agent/<digest>/agent` below the data folder, never changed.
-#[derive(Debug, Clone)]
-pub struct AgentFile {
-    pub version: String,
-    /// BLAKE3, hex.
-    pub digest: String,
 }
 
 /// Clones share everything.
@@ -209,19 +201,6 @@ fn usable_groups(layout: &Layout) -> Hierarchies {
     }
 }
 
-/// Runs what blocks where it may.
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
-) -> Result<T, Failure> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(outcome) => outcome,
-        Err(error) => match error.try_into_panic() {
-            Ok(panic) => std::panic::resume_unwind(panic),
-            Err(_) => Err(Failure::Unsupported { why: "the daemon is shutting down".to_owned() }),
-        },
-    }
-}
-
 impl Inner {
     fn container(&self, id: &RuntimeId) -> Container {
         Container::new(&self.layout, &self.hierarchies, id)
@@ -295,10 +274,6 @@ impl Inner {
             agent_digest: self.agent.digest.clone(),
         }
     }
-}
-
-fn plain_digest(digest: &str) -> bool {
-    !digest.is_empty() && digest.bytes().all(|byte| byte.is_ascii_alphanumeric())
 }
 
 #[async_trait]

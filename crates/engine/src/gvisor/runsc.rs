@@ -13,7 +13,7 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio::process::Command;
 
-use super::layout::io_failure;
+use crate::common::io_failure;
 use crate::error::Failure;
 
 /// The first release whose checkpoints keep memory and pages apart and take `--direct`.

@@ -18,7 +18,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use super::layout::io_failure;
+use crate::common::io_failure;
 use crate::error::Failure;
 
 /// The kernel allows more only to pipes that were enlarged; ours never are (1 MiB is its own bound).

@@ -7,7 +7,7 @@ use std::time::Duration;
 use dormouse_types::{RuntimeId, SandboxId};
 
 use super::Inner;
-use super::layout::names;
+use crate::common::names;
 use crate::error::Failure;
 use crate::model::Swept;
 

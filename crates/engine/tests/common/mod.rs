@@ -9,7 +9,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use dormouse_engine::gvisor::{AgentFile, Gvisor, GvisorConfig};
+use dormouse_engine::AgentFile;
+use dormouse_engine::gvisor::{Gvisor, GvisorConfig};
 use dormouse_engine::{BootSpec, Captured, Engine, RestoreSpec};
 use dormouse_snapshot::{Manifest, Reason};
 use dormouse_types::{EngineKind, Generation, RuntimeId, SandboxId, Shape, SnapshotId, TemplateId};

@@ -46,7 +46,7 @@ const FEATURES: [&str; 40] = [
 ];
 
 /// Sorted, without repetition; empty where the kernel does not tell.
-pub(super) fn cpu_features() -> Vec<String> {
+pub(crate) fn cpu_features() -> Vec<String> {
     parse(&std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default())
 }
 

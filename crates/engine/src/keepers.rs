@@ -1,4 +1,4 @@
-//! Keepers: started, asked, found again, ended. All calls block, each for a bounded time.
+//! Keepers, the same for every engine: started, asked, found again, ended. All calls block, each for a bounded time.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -16,7 +16,7 @@ use dormouse_wire::keeper::{
     Session,
 };
 
-use super::layout::io_failure;
+use crate::common::io_failure;
 use crate::error::Failure;
 
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
@@ -28,7 +28,7 @@ const LOG_TAIL_CHARS: usize = 400;
 
 /// One sandbox's keeper, known by its folder.
 #[derive(Debug, Clone)]
-pub(super) struct Keeper {
+pub(crate) struct Keeper {
     pub sandbox: SandboxId,
     pub dir: PathBuf,
 }
