@@ -15,6 +15,8 @@ const PASSWD: &str = "/etc/passwd";
 const GROUP: &str = "/etc/group";
 /// A larger file is cut there: nothing that has one is a sandbox's user database.
 const FILE_BYTES_MAX: u64 = 4 << 20;
+/// Room for a usual one: it is read in one piece.
+const FILE_BYTES_USUAL: usize = 8 << 10;
 /// E2B's default user; images without one use root.
 const DEFAULT_USER: &str = "user";
 
@@ -41,7 +43,7 @@ impl From<UnknownUser> for connect::Error {
 
 fn read(path: &str) -> String {
     use std::io::Read as _;
-    let mut bytes = Vec::new();
+    let mut bytes = Vec::with_capacity(FILE_BYTES_USUAL);
     // A missing file is an empty one: only lookups that need it fail.
     if let Ok(file) = std::fs::File::open(path) {
         let _ = file.take(FILE_BYTES_MAX).read_to_end(&mut bytes);
