@@ -4,6 +4,7 @@
 //! validated before it is returned; a format version that is not known is refused by name.
 //! Layout: `docs/formats/manifest.md`.
 
+pub mod devices;
 mod header;
 mod manifest;
 
