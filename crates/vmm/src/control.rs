@@ -7,7 +7,8 @@
 //!
 //! Descriptors, always in this order: `carrier_in` (the monitor reads it and passes it to the guest),
 //! `carrier_out` (the guest's bytes go there), then one tap if [`Machine::net`] asks for it. [`Request::Boot`]
-//! and [`Request::Restore`] take one such set, [`Request::Fork`] one per child, all others none.
+//! and [`Request::Restore`] take one such set, [`Request::Fork`] one per child, [`Request::Carrier`] the
+//! first two, all others none.
 //!
 //! Invariant: a frame's length is checked before room is made for it; unknown fields, too long lists and
 //! a wrong number of descriptors are refused, and the descriptors closed.
@@ -135,6 +136,9 @@ pub enum Request {
     Fork {
         children: Vec<ForkChild>,
     },
+    /// Puts other ends in the place of the carrier's: whoever held the other side of the former ones is gone.
+    /// What was read from the guest and not yet written goes to the new ones.
+    Carrier {},
     Status {},
     /// Ends the monitor. The answer comes before.
     Stop {},
@@ -159,7 +163,12 @@ impl Request {
                 within("children", children.len(), 1, CHILDREN_MAX)?;
                 children.iter().try_for_each(|child| path(&child.dir))
             }
-            Self::Hello {} | Self::Pause {} | Self::Resume {} | Self::Status {} | Self::Stop {} => Ok(()),
+            Self::Hello {}
+            | Self::Pause {}
+            | Self::Resume {}
+            | Self::Carrier {}
+            | Self::Status {}
+            | Self::Stop {} => Ok(()),
         }
     }
 
@@ -169,6 +178,7 @@ impl Request {
         match self {
             Self::Boot { machine, .. } | Self::Restore { machine, .. } => machine.fds(),
             Self::Fork { children } => children.len() * per_machine,
+            Self::Carrier {} => 2,
             _ => 0,
         }
     }
@@ -399,6 +409,11 @@ impl Client {
             Answer::Forked(done) => Ok(done),
             other => Err(unexpected("fork", &other)),
         }
+    }
+
+    /// `fds`: `carrier_in`, `carrier_out`.
+    pub fn carrier(&mut self, fds: &[BorrowedFd<'_>]) -> Result<(), ClientError> {
+        self.done("take another carrier", &Request::Carrier {}, fds)
     }
 
     pub fn status(&mut self) -> Result<Status, ClientError> {
