@@ -79,6 +79,8 @@ pub enum Failure {
     },
     #[error("the keeper {why}")]
     Keeper { why: String },
+    #[error("the monitor {why}")]
+    Monitor { why: String },
     #[error("this engine does not offer it: {why}")]
     Unsupported { why: String },
 }

@@ -3,12 +3,13 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use dormouse_sys::fds::Pipe;
 use dormouse_sys::process::{self, Identity, PidFd};
 use dormouse_types::{Generation, SandboxId};
 use dormouse_wire::keeper::{
@@ -25,6 +26,29 @@ const START_STEP: Duration = Duration::from_millis(2);
 const END_WAIT: Duration = Duration::from_secs(3);
 const PROCESS_FILE: &str = "keeper.json";
 const LOG_TAIL_CHARS: usize = 400;
+
+/// Both ends of the carrier's pipes: the host's and the sandbox's.
+#[derive(Debug)]
+pub(crate) struct Pipes {
+    pub stdin: Pipe,
+    pub stdout: Pipe,
+}
+
+impl Pipes {
+    pub fn new() -> io::Result<Self> {
+        Ok(Self { stdin: Pipe::new()?, stdout: Pipe::new()? })
+    }
+
+    pub fn inodes(&self) -> io::Result<[u64; 2]> {
+        let inode = |end: &OwnedFd| rustix::fs::fstat(end).map(|stat| stat.st_ino);
+        Ok([inode(&self.stdin.read)?, inode(&self.stdout.write)?])
+    }
+
+    /// In the order that the keeper's `Attach` names.
+    pub fn for_keeper(&self) -> [&OwnedFd; 4] {
+        [&self.stdin.write, &self.stdout.read, &self.stdin.read, &self.stdout.write]
+    }
+}
 
 /// One sandbox's keeper, known by its folder.
 #[derive(Debug, Clone)]

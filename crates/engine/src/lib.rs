@@ -12,6 +12,7 @@ mod error;
 pub mod gvisor;
 mod host;
 mod keepers;
+pub mod microvm;
 mod model;
 
 use std::path::{Path, PathBuf};
@@ -23,8 +24,8 @@ use dormouse_wire::keeper::{EgressRules, Status};
 
 pub use error::{EngineError, Failure, Operation};
 pub use model::{
-    Adopted, After, AgentFile, BootSpec, Capabilities, Captured, CapturedFile, Exit, ForkChild, RestoreSpec,
-    Restored, RuntimeState, Swept, Usage, WarmSpec,
+    Adopted, After, AgentFile, BootSpec, Capabilities, Captured, CapturedFile, Exit, ForkChild, Forked,
+    RestoreSpec, Restored, RuntimeState, Swept, Usage, WarmSpec,
 };
 
 #[async_trait]
@@ -72,13 +73,15 @@ pub trait Engine: Send + Sync + 'static {
     /// Starts a runtime from a snapshot's folder. On an error nothing of the new runtime is left.
     async fn restore(&self, spec: RestoreSpec) -> Result<Restored, EngineError>;
 
-    /// Live copies without a snapshot in between, where [`Capabilities::live_fork`] says so.
+    /// Live copies without a snapshot in between, where [`Capabilities::live_fork`] says so: all go on from
+    /// one instant, as does the source. Each has a new carrier session and is to be woken before it is
+    /// served. The outer error: no child is left, the source is as before (or `Failure::Exited`).
     async fn fork(
         &self,
         sandbox: &SandboxId,
         runtime: &RuntimeId,
         children: Vec<ForkChild>,
-    ) -> Result<Vec<Result<(), EngineError>>, EngineError>;
+    ) -> Result<Forked, EngineError>;
 
     /// Takes all CPU time away; memory stays. Idempotent.
     async fn freeze(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError>;

@@ -7,6 +7,8 @@ use dormouse_snapshot::{FileRole, Manifest};
 use dormouse_types::{Generation, RuntimeId, SandboxId, Shape};
 use dormouse_wire::keeper::{EgressRules, Session};
 
+use crate::error::EngineError;
+
 /// What this engine can keep: told in receipts, used by the node to choose.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Capabilities {
@@ -95,6 +97,15 @@ pub struct ForkChild {
     pub generation: Generation,
     pub hostname: String,
     pub egress: EgressRules,
+}
+
+/// What a live fork gave.
+#[derive(Debug)]
+pub struct Forked {
+    /// How long the source did not run.
+    pub stopped: Duration,
+    /// Each child's outcome, in the order asked for. Of one that failed nothing is left.
+    pub children: Vec<Result<(), EngineError>>,
 }
 
 /// For which kind of sandbox runtimes are to be kept ready.

@@ -4,12 +4,10 @@
 //! All calls block.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dormouse_sys::cgroup::{Group, Hierarchies, Limits};
-use dormouse_sys::fds::Pipe;
 use dormouse_sys::process::{self, Identity, PidFd};
 use dormouse_types::{RuntimeId, Shape};
 use serde::{Deserialize, Serialize};
@@ -36,29 +34,6 @@ const DESCRIPTORS_SEEN_MAX: usize = 64;
 /// As runsc names them.
 const FILE_STORE: &str = "runsc-filestore";
 const MEMORY: &str = "runsc-memory";
-
-/// Both ends of the carrier's pipes: the host's and the sandbox's.
-#[derive(Debug)]
-pub(super) struct Pipes {
-    pub stdin: Pipe,
-    pub stdout: Pipe,
-}
-
-impl Pipes {
-    pub fn new() -> io::Result<Self> {
-        Ok(Self { stdin: Pipe::new()?, stdout: Pipe::new()? })
-    }
-
-    pub fn inodes(&self) -> io::Result<[u64; 2]> {
-        let inode = |end: &OwnedFd| rustix::fs::fstat(end).map(|stat| stat.st_ino);
-        Ok([inode(&self.stdin.read)?, inode(&self.stdout.write)?])
-    }
-
-    /// In the order that the keeper's `Attach` names.
-    pub fn for_keeper(&self) -> [&OwnedFd; 4] {
-        [&self.stdin.write, &self.stdout.read, &self.stdin.read, &self.stdout.write]
-    }
-}
 
 /// What is written down about a container.
 #[derive(Debug, Clone, Serialize, Deserialize)]

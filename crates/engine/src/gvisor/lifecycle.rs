@@ -17,11 +17,12 @@ use dormouse_wire::keeper::{EgressRules, Request, Session};
 use super::Inner;
 use super::bundle::{self, Bundle};
 use super::checkpoint::inspect;
-use super::container::{Container, Meta, Pipes};
+use super::container::{Container, Meta};
 use super::pool::{Claim, Member};
 use super::runsc::{GuestEnds, Target};
 use crate::common::{blocking, io_failure};
 use crate::error::Failure;
+use crate::keepers::Pipes;
 use crate::model::{BootSpec, RestoreSpec, Restored, WarmSpec};
 
 /// Whose pipes the keeper gets, and under which rules.

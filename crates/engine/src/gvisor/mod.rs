@@ -35,8 +35,8 @@ use crate::common::{blocking, plain_digest};
 use crate::error::{EngineError, Failure, Operation};
 use crate::keepers::Keeper;
 use crate::model::{
-    Adopted, After, BootSpec, Capabilities, Captured, Exit, ForkChild, RestoreSpec, Restored, RuntimeState,
-    Swept, Usage, WarmSpec,
+    Adopted, After, BootSpec, Capabilities, Captured, Exit, ForkChild, Forked, RestoreSpec, Restored,
+    RuntimeState, Swept, Usage, WarmSpec,
 };
 use crate::{AgentFile, host};
 use container::Container;
@@ -337,7 +337,7 @@ impl Engine for Gvisor {
         sandbox: &SandboxId,
         _runtime: &RuntimeId,
         _children: Vec<ForkChild>,
-    ) -> Result<Vec<Result<(), EngineError>>, EngineError> {
+    ) -> Result<Forked, EngineError> {
         let why = "gVisor forks through a snapshot: checkpoint, then restore".to_owned();
         Self::named(Operation::Fork, sandbox, Err(Failure::Unsupported { why }))
     }

@@ -8,7 +8,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dormouse_types::RuntimeId;
 
-use super::container::{Container, Pipes};
+use super::container::Container;
+use crate::keepers::Pipes;
 use crate::model::WarmSpec;
 
 /// Members of all kinds together: each holds some 25 MiB.

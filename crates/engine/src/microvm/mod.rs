@@ -1,0 +1,382 @@
+//! The microVM driver: one monitor process (`dormouse-vmm`) per running sandbox.
+//!
+//! ```text
+//! Microvm ── control client ──> monitor.sock ── monitor ── guest ── agent
+//!    └──── keeper's client ───> control.sock ── keeper ══ pipes ══╯ (vsock)
+//! ```
+//! Invariants: what it knows of a sandbox is in its folders, in its monitor and in the kernel ([`layout`]);
+//! a runtime exists from its folder's making to its folder's removal; what a runtime is made of is linked
+//! into its folder, so that the removal of a snapshot harms nobody; whatever a daemon's death interrupts is
+//! either gone on with ([`Engine::adopt`]) or removed ([`Engine::sweep`]).
+
+mod checkpoint;
+mod exit;
+mod guest;
+mod host;
+mod layout;
+mod lifecycle;
+mod runtime;
+mod sweep;
+#[cfg(test)]
+mod tests;
+mod zygote;
+
+use std::ffi::OsString;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dormouse_snapshot::{Compat, Manifest};
+use dormouse_sys::cgroup::{Hierarchies, Version};
+use dormouse_types::{EngineKind, Generation, RuntimeId, SandboxId};
+use dormouse_wire::keeper::{Answer, EgressRules, Request, Session, Status};
+
+use crate::common::{blocking, io_failure};
+use crate::error::{EngineError, Failure, Operation};
+use crate::keepers::{Keeper, Pipes};
+use crate::model::{
+    Adopted, After, AgentFile, BootSpec, Capabilities, Captured, Exit, ForkChild, Forked, RestoreSpec,
+    Restored, RuntimeState, Swept, Usage, WarmSpec,
+};
+use crate::{Engine, host as any_host};
+pub use host::{Kvm, Unusable};
+use layout::Layout;
+use runtime::{Runtime, WORK_WAIT};
+
+/// Of what a monitor writes into a snapshot: one with another number cannot be restored.
+const STATE_VERSION: u32 = 1;
+
+#[derive(Debug, Clone)]
+pub struct MicrovmConfig {
+    /// The daemon's data folder; it exists.
+    pub data_dir: PathBuf,
+    pub agent: AgentFile,
+    /// The keeper's program and first arguments; `--dir DIR --sandbox ID` is added.
+    pub keeper: Vec<OsString>,
+    /// The monitor's program and first arguments; its folder is added.
+    pub monitor: Vec<OsString>,
+    /// False: do as on a host without usable cgroups.
+    pub cgroups: bool,
+}
+
+/// Clones share everything.
+#[derive(Clone)]
+pub struct Microvm(Arc<Inner>);
+
+pub(crate) struct Inner {
+    layout: Layout,
+    hierarchies: Hierarchies,
+    agent: AgentFile,
+    keeper_program: Arc<[OsString]>,
+    monitor_program: Arc<[OsString]>,
+    disks: guest::Disks,
+    zygotes: zygote::Zygotes,
+    platform: String,
+    cpu_features: Vec<String>,
+}
+
+impl Microvm {
+    /// Finds out what the host offers: without a usable KVM or guest files it is an error that says what
+    /// mends it. Touches no sandbox; call [`Engine::sweep`] afterwards.
+    pub async fn open(config: MicrovmConfig) -> Result<Self, EngineError> {
+        let opened = blocking(move || {
+            Kvm::probe().map_err(Unusable::into_failure)?;
+            let engine = Self::over(config)?;
+            guest::kernel(&engine.0.layout)?;
+            Ok(engine)
+        });
+        let opened = opened.await;
+        opened.map_err(|failure| EngineError { operation: Operation::Setup, sandbox: None, failure })
+    }
+
+    fn over(config: MicrovmConfig) -> Result<Self, Failure> {
+        let layout = Layout::open(&config.data_dir)?;
+        let hierarchies = if config.cgroups { usable_groups(&layout) } else { Hierarchies::default() };
+        Ok(Self(Arc::new(Inner {
+            layout,
+            hierarchies,
+            agent: config.agent,
+            keeper_program: config.keeper.into(),
+            monitor_program: config.monitor.into(),
+            disks: guest::Disks::default(),
+            zygotes: zygote::Zygotes::default(),
+            platform: host::platform(),
+            cpu_features: any_host::cpu_features(),
+        })))
+    }
+
+    /// `None`: there are no usable cgroups, and limits are not enforced.
+    #[must_use]
+    pub fn cgroups(&self) -> Option<Version> {
+        self.0.hierarchies.version()
+    }
+
+    /// Parent of all its groups, relative to a hierarchy's mount point.
+    #[must_use]
+    pub fn group_parent(&self) -> PathBuf {
+        self.0.layout.group_parent()
+    }
+
+    fn named<T>(
+        operation: Operation,
+        sandbox: &SandboxId,
+        outcome: Result<T, Failure>,
+    ) -> Result<T, EngineError> {
+        outcome.map_err(|failure| EngineError { operation, sandbox: Some(sandbox.clone()), failure })
+    }
+}
+
+/// Without usable groups the engine still works: the reason is logged, `Microvm::cgroups` tells.
+fn usable_groups(layout: &Layout) -> Hierarchies {
+    let prepared =
+        Hierarchies::detect().and_then(|found| found.prepare(&layout.group_parent()).map(|()| found));
+    match prepared {
+        Ok(found) => found,
+        Err(error) => {
+            tracing::warn!(%error, "cgroups cannot be used here: limits are not enforced");
+            Hierarchies::default()
+        }
+    }
+}
+
+impl Inner {
+    fn runtime(&self, id: &RuntimeId) -> Runtime {
+        let group = self.hierarchies.group(&self.layout.group(id));
+        Runtime { id: id.clone(), dir: self.layout.runtime(id), group }
+    }
+
+    fn zygote(&self, id: &RuntimeId) -> Runtime {
+        Runtime { dir: self.layout.zygote(id), ..self.runtime(id) }
+    }
+
+    fn keeper(&self, sandbox: &SandboxId) -> Keeper {
+        Keeper { sandbox: sandbox.clone(), dir: self.layout.keeper(sandbox) }
+    }
+
+    fn check_manifest(&self, manifest: &Manifest) -> Result<(), Failure> {
+        let refuse = |needs: String, has: String| Err(Failure::Incompatible { needs, has });
+        if manifest.engine != EngineKind::Microvm {
+            return refuse(format!("the engine {}", manifest.engine), "the engine microvm".to_owned());
+        }
+        if !manifest.memory {
+            return refuse("a boot: it holds no memory".to_owned(), "only restores here".to_owned());
+        }
+        let (needs, has) = (&manifest.compat, self.compat());
+        if needs.engine_version != has.engine_version {
+            return refuse(needs.engine_version.clone(), has.engine_version);
+        }
+        if needs.platform != has.platform {
+            return refuse(
+                format!("the platform {}", needs.platform),
+                format!("the platform {}", has.platform),
+            );
+        }
+        let missing: Vec<&str> = needs
+            .cpu_features
+            .iter()
+            .filter(|feature| !has.cpu_features.contains(feature))
+            .map(String::as_str)
+            .collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        refuse(format!("the CPU features {}", missing.join(", ")), "a CPU without them".to_owned())
+    }
+
+    fn compat(&self) -> Compat {
+        Compat {
+            engine_version: format!("microvm state {STATE_VERSION}"),
+            platform: self.platform.clone(),
+            cpu_features: self.cpu_features.clone(),
+            agent_version: self.agent.version.clone(),
+            agent_digest: self.agent.digest.clone(),
+        }
+    }
+}
+
+#[async_trait]
+impl Engine for Microvm {
+    fn kind(&self) -> EngineKind {
+        EngineKind::Microvm
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            memory: true,
+            // Outbound connections are the keeper's; the guest's side of them is in its memory.
+            external_tcp: true,
+            incremental: true,
+            live_fork: true,
+            live_checkpoint: true,
+        }
+    }
+
+    fn random_from_host(&self) -> bool {
+        false
+    }
+
+    fn compat(&self) -> Compat {
+        self.0.compat()
+    }
+
+    fn can_restore(&self, manifest: &Manifest) -> Result<(), EngineError> {
+        Self::named(Operation::Restore, &manifest.sandbox, self.0.check_manifest(manifest))
+    }
+
+    fn keeper_dir(&self, sandbox: &SandboxId) -> PathBuf {
+        self.0.layout.keeper(sandbox)
+    }
+
+    async fn boot(&self, spec: BootSpec) -> Result<(), EngineError> {
+        let sandbox = spec.sandbox.clone();
+        Self::named(Operation::Boot, &sandbox, self.0.boot(spec).await)
+    }
+
+    async fn checkpoint(
+        &self,
+        sandbox: &SandboxId,
+        runtime: &RuntimeId,
+        into: &Path,
+        after: After,
+    ) -> Result<Captured, EngineError> {
+        Self::named(Operation::Checkpoint, sandbox, self.0.checkpoint(sandbox, runtime, into, after).await)
+    }
+
+    async fn restore(&self, spec: RestoreSpec) -> Result<Restored, EngineError> {
+        let sandbox = spec.sandbox.clone();
+        Self::named(Operation::Restore, &sandbox, self.0.restore(spec).await)
+    }
+
+    async fn fork(
+        &self,
+        sandbox: &SandboxId,
+        runtime: &RuntimeId,
+        children: Vec<ForkChild>,
+    ) -> Result<Forked, EngineError> {
+        let named: Vec<SandboxId> = children.iter().map(|child| child.sandbox.clone()).collect();
+        let source = Self::named(Operation::Fork, sandbox, self.0.running(runtime))?;
+        let (stopped, lived) = Self::named(Operation::Fork, sandbox, self.0.fork(source, children).await)?;
+        let children =
+            named.iter().zip(lived).map(|(child, lived)| Self::named(Operation::Fork, child, lived));
+        Ok(Forked { stopped, children: children.collect() })
+    }
+
+    async fn freeze(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError> {
+        let (inner, runtime) = (Arc::clone(&self.0), runtime.clone());
+        let frozen = blocking(move || checkpoint::freeze(&inner.running(&runtime)?)).await;
+        Self::named(Operation::Freeze, sandbox, frozen)
+    }
+
+    async fn thaw(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError> {
+        let (inner, keeper, runtime) = (Arc::clone(&self.0), self.0.keeper(sandbox), runtime.clone());
+        let thawed = blocking(move || checkpoint::thaw(&inner.running(&runtime)?, &keeper)).await;
+        Self::named(Operation::Thaw, sandbox, thawed)
+    }
+
+    async fn stop(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError> {
+        let (keeper, runtime) = (self.0.keeper(sandbox), self.0.runtime(runtime));
+        let stopped = blocking(move || {
+            if let Err(error) = keeper.done(&Request::Detach, &[]) {
+                tracing::debug!(sandbox = %keeper.sandbox, %error, "no keeper to detach");
+            }
+            runtime.destroy()
+        });
+        Self::named(Operation::Stop, sandbox, stopped.await)
+    }
+
+    async fn destroy(&self, sandbox: &SandboxId, runtime: Option<&RuntimeId>) -> Result<(), EngineError> {
+        let (keeper, runtime) = (self.0.keeper(sandbox), runtime.map(|runtime| self.0.runtime(runtime)));
+        let destroyed = blocking(move || {
+            // Both are tried, whatever the first says.
+            let ended = runtime.map_or(Ok(()), |runtime| runtime.destroy());
+            keeper.destroy().and(ended)
+        });
+        Self::named(Operation::Destroy, sandbox, destroyed.await)
+    }
+
+    async fn set_egress(&self, sandbox: &SandboxId, rules: &EgressRules) -> Result<(), EngineError> {
+        let (keeper, rules) = (self.0.keeper(sandbox), rules.clone());
+        let set = blocking(move || keeper.done(&Request::SetEgress { rules }, &[])).await;
+        Self::named(Operation::SetEgress, sandbox, set)
+    }
+
+    async fn replace_keeper(
+        &self,
+        sandbox: &SandboxId,
+        runtime: &RuntimeId,
+        generation: Generation,
+        egress: &EgressRules,
+    ) -> Result<(), EngineError> {
+        let (inner, keeper, runtime) = (Arc::clone(&self.0), self.0.keeper(sandbox), runtime.clone());
+        let rules = egress.clone();
+        let replaced = blocking(move || {
+            let runtime = inner.running(&runtime)?;
+            if !keeper.ensure(&inner.keeper_program)? {
+                return Ok(());
+            }
+            let pipes = Pipes::new().map_err(io_failure("make the pipes of", &runtime.dir))?;
+            runtime.ask(WORK_WAIT, |client| client.carrier(&lifecycle::monitor_ends(&pipes)))?;
+            keeper.attach(generation, Session::New, rules, pipes.for_keeper().map(AsFd::as_fd))?;
+            // A sandbox that was held for a keeper that is gone is held no longer.
+            runtime.change_meta(|meta| meta.held = false)
+        });
+        Self::named(Operation::Adopt, sandbox, replaced.await)
+    }
+
+    async fn keeper_status(&self, sandbox: &SandboxId) -> Result<Status, EngineError> {
+        let keeper = self.0.keeper(sandbox);
+        let status = blocking(move || match keeper.ask(&Request::Status, &[])? {
+            Answer::Status(status) => Ok(status),
+            other => Err(Failure::Keeper { why: format!("answered something else than asked: {other:?}") }),
+        });
+        Self::named(Operation::Status, sandbox, status.await)
+    }
+
+    async fn usage(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<Usage, EngineError> {
+        let (inner, runtime) = (Arc::clone(&self.0), runtime.clone());
+        let usage = blocking(move || Ok(inner.running(&runtime)?.usage())).await;
+        Self::named(Operation::Status, sandbox, usage)
+    }
+
+    async fn exited(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Exit {
+        exit::exited(Arc::clone(&self.0), sandbox, runtime).await
+    }
+
+    async fn adopt(&self, sandbox: &SandboxId, runtime: Option<&RuntimeId>) -> Result<Adopted, EngineError> {
+        let (keeper, runtime) = (self.0.keeper(sandbox), runtime.map(|runtime| self.0.runtime(runtime)));
+        let adopted = blocking(move || {
+            let runtime = match runtime.filter(Runtime::exists) {
+                Some(runtime) => checkpoint::recover(&runtime, &keeper)?,
+                None => RuntimeState::Gone,
+            };
+            Ok(Adopted { runtime, keeper: keeper.answers() })
+        });
+        Self::named(Operation::Adopt, sandbox, adopted.await)
+    }
+
+    async fn sweep(&self, keep: &[(SandboxId, Option<RuntimeId>)]) -> Result<Swept, EngineError> {
+        let (inner, keep) = (Arc::clone(&self.0), keep.to_vec());
+        let swept = blocking(move || Ok(sweep::sweep(&inner, &keep))).await;
+        swept.map_err(|failure| EngineError { operation: Operation::Sweep, sandbox: None, failure })
+    }
+
+    async fn prewarm(&self, spec: WarmSpec, count: usize) {
+        let Some(snapshot) = spec.snapshot else { return };
+        if count == 0 {
+            self.0.drop_zygote(&snapshot).await;
+        } else {
+            self.0.want_zygote(snapshot, spec.shape);
+        }
+    }
+
+    async fn shutdown(&self) {
+        for zygote in self.0.zygotes.take_all() {
+            zygote::end(zygote).await;
+        }
+        // The parent of all groups goes when nothing is in it.
+        for mount in self.0.hierarchies.all() {
+            let _ = std::fs::remove_dir(mount.join(self.0.layout.group_parent()));
+        }
+    }
+}
