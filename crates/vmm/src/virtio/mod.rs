@@ -1,0 +1,27 @@
+//! virtio devices (VIRTIO 1.2) behind the MMIO transport, version 2.
+//!
+//! ```text
+//!   vCPU thread                               device thread
+//!   MmioTransport (registers) ─┐          ┌─ Endpoint: queue and backend events, save, quiesce
+//!                              ├─ Shared ─┤
+//!   ioeventfd, irqfd ──────────┘          └─ VirtioDevice + Rings (queues, guest memory, interrupt)
+//! ```
+//!
+//! Invariants: queues are processed on the device thread only; one call handles a bounded number of requests
+//! and asks to be called again; whatever the guest got wrong ends in `DeviceError`, by which the device goes to
+//! NEEDS_RESET with a named reason; after `Endpoint::save` nothing is in flight that the state does not tell.
+//! A forked child and a restore make everything anew from that state.
+
+mod device;
+mod interrupt;
+mod queue;
+mod rng;
+#[cfg(any(test, feature = "test-support"))]
+pub mod testing;
+mod transport;
+
+pub use device::{DeviceError, Progress, Rings, VirtioDevice};
+pub use interrupt::Interrupt;
+pub use queue::{Chain, QueueError, VirtQueue};
+pub use rng::Rng;
+pub use transport::{Endpoint, MmioTransport, QUEUE_NOTIFY_OFFSET, RestoreError};
