@@ -6,6 +6,7 @@
 mod bench;
 mod demo;
 mod floors;
+mod lab;
 mod run;
 mod scenarios;
 mod sdk;
@@ -37,6 +38,8 @@ enum Command {
     Scenarios(scenarios::Args),
     /// The E2B SDK's tests against a live daemon
     Sdk(sdk::Args),
+    /// Run a command in an emulated machine with hardware virtualisation
+    Lab(lab::Args),
     /// Check that crates only use crates of lower floors, and that ARCHITECTURE.md knows each
     Floors,
     /// Formatting, clippy with warnings denied, floors, tidiness
@@ -44,17 +47,22 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let result = match Args::parse().command {
+    let done = match Args::parse().command {
         Command::Demo(args) => demo::run(&args),
         Command::Test(args) => test::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Scenarios(args) => scenarios::run(&args),
         Command::Sdk(args) => sdk::run(&args),
+        Command::Lab(args) => return end(lab::run(&args)),
         Command::Floors => floors::run(),
         Command::Lint => test::lint(),
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
+    end(done.map(|()| ExitCode::SUCCESS))
+}
+
+fn end(done: anyhow::Result<ExitCode>) -> ExitCode {
+    match done {
+        Ok(code) => code,
         Err(error) if error.is::<run::Told>() => ExitCode::FAILURE,
         Err(error) => {
             eprintln!("error: {error:#}");

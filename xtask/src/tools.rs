@@ -7,14 +7,14 @@ use anyhow::bail;
 
 use crate::run;
 
-/// One thing that the tests need beside what `dormouse setup` installs.
-struct Need {
-    what: &'static str,
-    why: &'static str,
+/// One thing that is needed beside what `dormouse setup` installs.
+pub struct Need {
+    pub what: &'static str,
+    pub why: &'static str,
     /// Succeeds when it is there.
-    probe: &'static [&'static str],
+    pub probe: &'static [&'static str],
     /// Installs it.
-    mend: &'static [&'static str],
+    pub mend: &'static [&'static str],
 }
 
 const TEST_NEEDS: &[Need] = &[
@@ -54,7 +54,12 @@ pub fn nextest() -> bool {
 
 /// What the tests need beside the set-up. True: all is there. Without `install` it only tells.
 pub fn test_needs(install: bool) -> anyhow::Result<bool> {
-    let missing: Vec<&Need> = TEST_NEEDS.iter().filter(|need| !there(need.probe)).collect();
+    meet(TEST_NEEDS, install)
+}
+
+/// True: all of `needs` are met. Without `install` it only tells.
+pub fn meet(needs: &[Need], install: bool) -> anyhow::Result<bool> {
+    let missing: Vec<&Need> = needs.iter().filter(|need| !there(need.probe)).collect();
     for need in &missing {
         println!("missing: {} ({}); `{}` installs it", need.what, need.why, need.mend.join(" "));
     }
@@ -64,7 +69,7 @@ pub fn test_needs(install: bool) -> anyhow::Result<bool> {
     for need in missing {
         println!("installing {}: {}", need.what, need.why);
         let once = run::run(&mut run::command(need.mend[0], &need.mend[1..]));
-        if once.is_err() && need.mend[0] == "apt-get" {
+        if once.is_err() && need.mend.iter().any(|word| word.contains("apt-get")) {
             // A fresh machine has no package lists yet.
             run::run(&mut run::command("apt-get", &["update", "-q"]))?;
             run::run(&mut run::command(need.mend[0], &need.mend[1..]))?;

@@ -167,3 +167,45 @@ pub enum OciError {
     #[error(transparent)]
     Import(ImportError),
 }
+
+#[derive(Debug, thiserror::Error)]
+pub enum KernelError {
+    #[error("{program} is missing; install the package that has it, or run `dormouse setup`")]
+    Missing { program: String },
+    #[error("cannot run {program}")]
+    Spawn {
+        program: String,
+        #[source]
+        source: io::Error,
+    },
+    #[error("`{command}` ended with {status}; its last lines:\n{output}")]
+    Failed { command: String, status: String, output: String },
+    #[error("{what} is not fit for a guest: {why}")]
+    Unfit { what: String, why: String },
+    #[error("cannot {action} {}", path.display())]
+    Io {
+        action: &'static str,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum DiskError {
+    #[error("a disk of {given_bytes} bytes is too small: {least_bytes} are needed at least")]
+    TooSmall { given_bytes: u64, least_bytes: u64 },
+    #[error("cannot make the disk image {}", path.display())]
+    Make {
+        path: PathBuf,
+        #[source]
+        source: KernelError,
+    },
+    #[error("cannot {action} {}", path.display())]
+    Io {
+        action: &'static str,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+}

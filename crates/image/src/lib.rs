@@ -12,9 +12,11 @@
 //! file system is read or written, and all sizes are bounded. All calls block.
 
 mod debian;
+mod disk;
 mod error;
 mod extract;
 mod import;
+mod kernel;
 mod oci;
 mod prepare;
 mod record;
@@ -30,12 +32,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 pub use debian::{DebianSpec, base_packages};
+pub use disk::{DiskSpec, build_disk};
 pub use error::{
-    DebianError, ExtractError, ImportError, InvalidName, ListError, LoadError, OciError, OpenError,
-    PublishError, RemoveError,
+    DebianError, DiskError, ExtractError, ImportError, InvalidName, KernelError, ListError, LoadError,
+    OciError, OpenError, PublishError, RemoveError,
 };
 pub use extract::{Applied, Limits, apply_layer};
 pub use import::{ExportPlan, export_plan};
+pub use kernel::{KernelPackage, KernelRecord, fetch_kernel};
 pub use oci::OciSource;
 pub use prepare::{AGENT_DIR, AWAKE_PATH, HOME, USER, USER_ID, WAKE_HOOKS_DIR};
 pub use record::{Image, ImageConfig, Source};
