@@ -27,6 +27,8 @@ use std::io;
 
 /// Granularity of layers, in bytes.
 pub const PAGE_BYTES: u64 = 4096;
+/// The same as a length of slices.
+const PAGE: usize = 4096;
 /// More frozen layers than this are made one when a snapshot is written.
 pub const CHAIN_MAX: usize = 8;
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::file::{create, flatten};
 use super::pages::PageSet;
-use super::{CHAIN_MAX, Layer, LayerError, Merged, PAGE_BYTES, io_error, link_or_copy};
+use super::{CHAIN_MAX, Layer, LayerError, Merged, PAGE, PAGE_BYTES, io_error, link_or_copy};
 
 /// The layers of one disk; only the upper one is written.
 #[derive(Debug)]
@@ -146,7 +146,7 @@ impl DiskStack {
         if from <= start && end <= to {
             return Ok(());
         }
-        let mut buffer = [0; PAGE_BYTES as usize];
+        let mut buffer = [0; PAGE];
         let part = &mut buffer[..usize::try_from(end - start).unwrap_or(0)];
         self.read_at(part, start)?;
         let Some(upper) = &mut self.upper else { return Ok(()) };
@@ -165,9 +165,9 @@ impl DiskStack {
         while at < end {
             let page = at / PAGE_BYTES;
             let page_end = ((page + 1) * PAGE_BYTES).min(self.bytes);
-            if at % PAGE_BYTES != 0 || page_end > end {
+            if !at.is_multiple_of(PAGE_BYTES) || page_end > end {
                 let until = page_end.min(end);
-                let zeros = [0; PAGE_BYTES as usize];
+                let zeros = [0; PAGE];
                 self.write_at(&zeros[..usize::try_from(until - at).unwrap_or(0)], at)?;
                 at = until;
                 continue;

@@ -19,14 +19,13 @@ use std::sync::Arc;
 use vm_memory::{GuestMemoryBackend as _, GuestMemoryRegion as _};
 
 use super::file::create;
-use super::{CHAIN_MAX, Extents, Layer, LayerError, Merged, PAGE_BYTES, io_error};
+use super::{CHAIN_MAX, Extents, Layer, LayerError, Merged, PAGE, PAGE_BYTES, io_error};
 use crate::memory::GuestMemory;
 
 /// So many pieces are mapped; the smallest ones beyond that are read (a process has 65,530 mappings).
 const PIECES_MAPPED_MAX: usize = 16_000;
 /// A full layer's holes that are smaller than this are written as zeros: it then has fewer pieces to map.
 const GAP_BYTES_MAX: u64 = 4 * PAGE_BYTES;
-const PAGE: usize = PAGE_BYTES as usize;
 static ZERO_PAGE: [u8; PAGE] = [0; PAGE];
 
 /// The layers that guest memory was restored from.

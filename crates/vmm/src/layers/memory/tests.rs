@@ -114,7 +114,7 @@ fn a_page_that_became_zero_is_data() {
     let done = base.write(&restored, &second).unwrap();
     assert!(done.incremental);
     let ranges: Vec<_> = done.layer.extents.iter().cloned().collect();
-    assert_eq!(ranges, [3 * PAGE_BYTES..4 * PAGE_BYTES]);
+    assert!(matches!(&ranges[..], [range] if *range == (3 * PAGE_BYTES..4 * PAGE_BYTES)));
 }
 
 #[test]
