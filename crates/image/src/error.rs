@@ -209,3 +209,36 @@ pub enum DiskError {
         source: io::Error,
     },
 }
+
+#[derive(Debug, thiserror::Error)]
+pub enum VmlinuxError {
+    #[error("it is not a bzImage of boot protocol 2.08 or later")]
+    NotBzImage,
+    #[error("it ends before its kernel does")]
+    Truncated,
+    #[error("its kernel has {bytes} bytes, more than {max}")]
+    TooLarge { bytes: usize, max: usize },
+    #[error("its kernel is packed in a way that is not known here (it begins with {magic})")]
+    Compression { magic: String },
+    #[error("its kernel cannot be unpacked: {why}")]
+    Damaged { why: String },
+    #[error("what it holds is not an ELF file")]
+    NotElf,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum GuestError {
+    #[error(transparent)]
+    Kernel(KernelError),
+    #[error("the module {} cannot be used: {why}", path.display())]
+    Module { path: PathBuf, why: String },
+    #[error("the kernel {release} has no module {name}")]
+    NoModule { name: String, release: String },
+    #[error("cannot {action} {}", path.display())]
+    Io {
+        action: &'static str,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+}

@@ -15,14 +15,18 @@ mod debian;
 mod disk;
 mod error;
 mod extract;
+mod guest;
 mod import;
+mod initramfs;
 mod kernel;
+mod modules;
 mod oci;
 mod prepare;
 mod record;
 mod root;
 mod tarstream;
 pub mod template;
+mod vmlinux;
 
 use std::fs::DirBuilder;
 use std::io;
@@ -34,16 +38,18 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub use debian::{DebianSpec, base_packages};
 pub use disk::{DiskSpec, build_disk};
 pub use error::{
-    DebianError, DiskError, ExtractError, ImportError, InvalidName, KernelError, ListError, LoadError,
-    OciError, OpenError, PublishError, RemoveError,
+    DebianError, DiskError, ExtractError, GuestError, ImportError, InvalidName, KernelError, ListError,
+    LoadError, OciError, OpenError, PublishError, RemoveError, VmlinuxError,
 };
 pub use extract::{Applied, Limits, apply_layer};
+pub use guest::{Guest, GuestRecord, build_guest};
 pub use import::{ExportPlan, export_plan};
 pub use kernel::{KernelPackage, KernelRecord, fetch_kernel};
 pub use oci::OciSource;
 pub use prepare::{AGENT_DIR, AWAKE_PATH, HOME, USER, USER_ID, WAKE_HOOKS_DIR};
 pub use record::{Image, ImageConfig, Source};
 use root::Root;
+pub use vmlinux::extract_vmlinux;
 
 const ROOTFS: &str = "rootfs";
 const RECORD: &str = "image.json";
