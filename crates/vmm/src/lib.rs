@@ -16,6 +16,7 @@
 pub mod arch;
 pub mod bus;
 pub mod control;
+pub mod ending;
 pub mod error;
 pub mod layers;
 pub mod memory;

@@ -1,1 +1,0 @@
-//! vCPUs: one thread each.
