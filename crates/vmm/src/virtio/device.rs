@@ -3,12 +3,16 @@
 use std::any::Any;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
 
 use dormouse_snapshot::devices::virtio::{DeviceKind, DeviceState};
 
 use super::interrupt::Interrupt;
 use super::queue::{Chain, QueueError, VirtQueue};
 use crate::memory::GuestMemory;
+
+/// A queue's turn: after it, the others of the device thread have theirs.
+const TURN_MAX: Duration = Duration::from_millis(2);
 
 /// Why a device gave up until the guest resets it.
 #[derive(Debug, thiserror::Error)]
@@ -68,24 +72,29 @@ impl Rings {
         queue.signal(&self.memory, &self.interrupt).map_err(|source| DeviceError::Queue { index, source })
     }
 
-    /// Handles waiting requests of a queue, at most one queue's size of them. `handle` returns the bytes written.
+    /// Handles waiting requests of a queue for one turn: at most one queue's size of them, and no more once
+    /// `TURN_MAX` is over. `handle` returns the bytes written.
     pub fn serve(
         &mut self,
         index: usize,
         mut handle: impl FnMut(&GuestMemory, &Chain) -> Result<u32, DeviceError>,
     ) -> Result<Progress, DeviceError> {
         let budget = self.queues.get(index).map_or(0, VirtQueue::size);
+        let started = Instant::now();
         let mut served = 0;
-        while served < budget {
-            let Some(chain) = self.pop(index)? else { break };
+        while served < budget && (served == 0 || started.elapsed() < TURN_MAX) {
+            let Some(chain) = self.pop(index)? else {
+                if served > 0 {
+                    self.signal(index)?;
+                }
+                return Ok(Progress::Done);
+            };
             let bytes = handle(&self.memory, &chain)?;
             self.push_used(index, &chain, bytes)?;
             served += 1;
         }
-        if served > 0 {
-            self.signal(index)?;
-        }
-        Ok(if served == budget && served > 0 { Progress::More } else { Progress::Done })
+        self.signal(index)?;
+        Ok(Progress::More)
     }
 }
 

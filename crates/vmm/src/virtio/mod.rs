@@ -12,16 +12,21 @@
 //! NEEDS_RESET with a named reason; after `Endpoint::save` nothing is in flight that the state does not tell.
 //! A forked child and a restore make everything anew from that state.
 
+mod blk;
 mod device;
 mod interrupt;
+mod poller;
 mod queue;
 mod rng;
 #[cfg(any(test, feature = "test-support"))]
 pub mod testing;
 mod transport;
+mod vsock;
 
+pub use blk::{Block, BlockBackend, BlockError, FileDisk};
 pub use device::{DeviceError, Progress, Rings, VirtioDevice};
 pub use interrupt::Interrupt;
 pub use queue::{Chain, QueueError, VirtQueue};
 pub use rng::Rng;
 pub use transport::{Endpoint, MmioTransport, QUEUE_NOTIFY_OFFSET, RestoreError};
+pub use vsock::{CARRIER_PORT, GUEST_CID, HOST_CID, Vsock, VsockHost};

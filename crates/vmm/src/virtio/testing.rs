@@ -28,6 +28,7 @@ pub enum Buffer {
     In(usize),
 }
 
+#[derive(Clone)]
 struct Ring {
     size: u16,
     base: u64,
@@ -299,6 +300,22 @@ impl Driver {
     pub fn moved_to(self, endpoint: Endpoint) -> Self {
         let bus = endpoint.bus_device();
         Self { endpoint, bus, ..self }
+    }
+}
+
+impl Driver {
+    /// The same guest a second time, with a copy of its memory: what a fork makes.
+    #[must_use]
+    pub fn forked(&self, attach: impl FnOnce(GuestMemory) -> Endpoint) -> Self {
+        let copy = memory();
+        let mut part = vec![0; 1 << 20];
+        for at in (0..RAM_BYTES as u64).step_by(part.len()) {
+            self.memory.read_slice(&mut part, GuestAddress(at)).unwrap();
+            copy.write_slice(&part, GuestAddress(at)).unwrap();
+        }
+        let endpoint = attach(copy.clone());
+        let bus = endpoint.bus_device();
+        Self { endpoint, memory: copy, bus, rings: self.rings.clone() }
     }
 }
 

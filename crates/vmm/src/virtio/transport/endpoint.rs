@@ -44,7 +44,7 @@ impl Endpoint {
             .map(|_| EventFd::new(EFD_NONBLOCK))
             .collect::<std::io::Result<_>>()?;
         let backend_fd = device.backend_fd().map(|fd| fd.try_clone_to_owned()).transpose()?;
-        let cell = Mutex::new(Cell { device, rings: None, failure: None });
+        let cell = Mutex::new(Cell { device, rings: None, failure: None, failed_before: false });
         let shared =
             Shared { registers: Mutex::new(registers), cell, interrupt, queue_fds, backend_fd, memory };
         Ok(Self { shared: Arc::new(shared) })
@@ -153,10 +153,9 @@ impl Endpoint {
         call: impl FnOnce(&mut dyn VirtioDevice, Option<&mut Rings>) -> Result<Progress, DeviceError>,
     ) {
         let cell = &mut *lock(&self.shared.cell);
-        if cell.failure.is_some() {
-            return;
-        }
-        match call(&mut *cell.device, cell.rings.as_mut()) {
+        // One that gave up still takes notice of its host's side, or that would stay ready for ever.
+        let rings = cell.rings.as_mut().filter(|_| cell.failure.is_none());
+        match call(&mut *cell.device, rings) {
             Ok(Progress::Done) => {}
             Ok(Progress::More) => self.shared.notify(again),
             Err(error) => self.shared.fail(cell, &error),

@@ -62,6 +62,7 @@ struct Cell {
     rings: Option<Rings>,
     /// Why the device gave up; it is left alone until the guest resets it.
     failure: Option<String>,
+    failed_before: bool,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -103,7 +104,10 @@ impl Shared {
 
     fn fail(&self, cell: &mut Cell, error: &DeviceError) {
         let kind = cell.device.kind().as_str();
-        tracing::warn!(device = kind, %error, "a device gave up until its guest resets it");
+        // Told once: a guest that resets and breaks it again and again must not fill the log.
+        if !std::mem::replace(&mut cell.failed_before, true) {
+            tracing::warn!(device = kind, %error, "a device gave up until its guest resets it");
+        }
         cell.failure = Some(format!("{kind}: {error}"));
         self.interrupt.fail();
     }
