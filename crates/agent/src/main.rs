@@ -2,7 +2,8 @@
 //! and a control service to the host.
 //!
 //! ```text
-//! agent init                                   process 1; the carrier on standard input and output
+//! agent init [--machine]                       process 1; the carrier on standard input and output
+//! agent vm-init                                process 1 of a virtual machine, also called as /init: becomes the one above
 //! agent serve [--listen ADDRESS] [--control ADDRESS] [--root FOLDER]     without a sandbox, on TCP
 //! agent awake COMMAND…                         also called as dormouse-awake
 //! agent sudo …                                 also called as sudo
@@ -26,20 +27,22 @@ mod rpc;
 mod serve;
 mod sudo;
 mod users;
+mod vm_init;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use serve::{Serve, init, serve};
+use serve::{Host, Serve, init, serve};
 
 /// Threads for calls that block (files, `/proc`): few, as each holds memory in every sandbox.
 const BLOCKING_THREADS_MAX: usize = 8;
 
-const USAGE: &str = "usage: agent init | agent serve [--listen ADDRESS] [--control ADDRESS] [--root FOLDER] | agent awake COMMAND… | agent sudo …";
+const USAGE: &str = "usage: agent init [--machine] | agent vm-init | agent serve [--listen ADDRESS] [--control ADDRESS] [--root FOLDER] | agent awake COMMAND… | agent sudo …";
 
 enum Mode {
-    Init,
+    Init(Host),
+    VmInit,
     Serve(Serve),
     Awake(Vec<OsString>),
     Sudo(Vec<OsString>),
@@ -53,6 +56,9 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
+    if matches!(mode, Mode::VmInit) {
+        return vm_init::run();
+    }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(BLOCKING_THREADS_MAX)
@@ -74,7 +80,8 @@ async fn run(mode: Mode) -> ExitCode {
     let done = match mode {
         Mode::Awake(command) => return awake::run(command).await,
         Mode::Sudo(arguments) => return sudo::client::run(&arguments).await,
-        Mode::Init => init().await,
+        Mode::Init(host) => init(host).await,
+        Mode::VmInit => return vm_init::run(),
         Mode::Serve(options) => serve(options).await,
     };
     match done {
@@ -92,10 +99,17 @@ fn parse(args: Vec<OsString>) -> Result<Mode, String> {
     match name.file_name().and_then(|name| name.to_str()) {
         Some("dormouse-awake") => return Ok(Mode::Awake(args.collect())),
         Some(sudo::NAME) => return Ok(Mode::Sudo(args.collect())),
+        // The kernel starts an initramfs so, with words of its own command line behind.
+        Some("init") if std::process::id() == 1 => return Ok(Mode::VmInit),
         _ => {}
     }
     match args.next().as_deref().and_then(|mode| mode.to_str()) {
-        Some("init") => Ok(Mode::Init),
+        Some("init") => match args.next() {
+            None => Ok(Mode::Init(Host::Sandbox)),
+            Some(option) if option == "--machine" => Ok(Mode::Init(Host::Machine)),
+            Some(option) => Err(format!("there is no option {}", option.display())),
+        },
+        Some("vm-init") => Ok(Mode::VmInit),
         Some("awake") => Ok(Mode::Awake(args.collect())),
         Some(sudo::NAME) => Ok(Mode::Sudo(args.collect())),
         Some("serve") => parse_serve(args).map(Mode::Serve),
@@ -130,7 +144,9 @@ mod tests {
 
     #[test]
     fn modes_are_told_apart() {
-        assert!(matches!(parsed(&["agent", "init"]), Ok(Mode::Init)));
+        assert!(matches!(parsed(&["agent", "init"]), Ok(Mode::Init(Host::Sandbox))));
+        assert!(matches!(parsed(&["agent", "init", "--machine"]), Ok(Mode::Init(Host::Machine))));
+        assert!(matches!(parsed(&["agent", "vm-init"]), Ok(Mode::VmInit)));
         assert!(matches!(parsed(&["/usr/bin/dormouse-awake", "init"]), Ok(Mode::Awake(c)) if c == ["init"]));
         assert!(matches!(parsed(&["agent", "awake", "make", "-j"]), Ok(Mode::Awake(c)) if c.len() == 2));
         assert!(matches!(parsed(&["sudo", "-n", "id"]), Ok(Mode::Sudo(c)) if c.len() == 2));
@@ -141,6 +157,7 @@ mod tests {
         for bad in [
             &["agent"][..],
             &["agent", "x"],
+            &["agent", "init", "--else"],
             &["agent", "serve", "--listen", "x"],
             &["agent", "serve", "-x", "1"],
         ] {

@@ -14,7 +14,7 @@ use crate::context::{Ctx, Settings};
 use crate::control::{self, System};
 use crate::http::{Services, envd, serve_stream};
 use crate::process::Processes;
-use crate::{awake, carrier, sudo};
+use crate::{awake, carrier, sudo, vm_init};
 
 /// When memory runs out, what clients started goes before the agent.
 const OOM_SCORE_ADJ: &str = "100";
@@ -58,8 +58,17 @@ fn log() {
         .init();
 }
 
+/// What process 1 runs on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Host {
+    /// The sandbox ends with this process.
+    Sandbox,
+    /// A whole machine, whose kernel would panic if this process ended.
+    Machine,
+}
+
 /// `agent init`.
-pub async fn init() -> io::Result<()> {
+pub async fn init(host: Host) -> io::Result<()> {
     // Inherited by all it starts: process 1 itself is never chosen. Best effort, as is the choice.
     let _ = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE_ADJ);
     let (ctx, services, shutdown) = start(System::Sandbox)?;
@@ -80,6 +89,9 @@ pub async fn init() -> io::Result<()> {
     shutdown.cancelled().await;
     end_processes(&ctx).await;
     carried.abort();
+    if host == Host::Machine {
+        vm_init::end("it was asked to");
+    }
     Ok(())
 }
 

@@ -8,6 +8,8 @@ pub mod cgroup;
 pub mod child;
 pub mod fds;
 pub mod files;
+#[allow(unsafe_code, reason = "vsock addresses and the interfaces' ioctls have no safe form")]
+pub mod guest;
 #[allow(unsafe_code, reason = "clone(2) has no safe form")]
 pub mod launch;
 pub mod process;
@@ -15,5 +17,3 @@ pub mod process;
 pub mod random;
 pub mod spawn;
 pub mod unix;
-#[allow(unsafe_code, reason = "sync_file_range(2) has no safe form")]
-pub mod writeback;
