@@ -12,9 +12,11 @@
 //! NEEDS_RESET with a named reason; after `Endpoint::save` nothing is in flight that the state does not tell.
 //! A forked child and a restore make everything anew from that state.
 
+mod balloon;
 mod blk;
 mod device;
 mod interrupt;
+mod net;
 mod poller;
 mod queue;
 mod rng;
@@ -23,9 +25,11 @@ pub mod testing;
 mod transport;
 mod vsock;
 
+pub use balloon::{Balloon, Discard, discard_pages};
 pub use blk::{Block, BlockBackend, BlockError, FileDisk};
 pub use device::{DeviceError, Progress, Rings, VirtioDevice};
 pub use interrupt::Interrupt;
+pub use net::Net;
 pub use queue::{Chain, QueueError, VirtQueue};
 pub use rng::Rng;
 pub use transport::{Endpoint, MmioTransport, QUEUE_NOTIFY_OFFSET, RestoreError};

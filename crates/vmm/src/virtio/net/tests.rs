@@ -1,0 +1,182 @@
+//! A network card as a guest sees it; a pair of packet sockets stands for the tap.
+
+use dormouse_snapshot::devices::virtio::VirtioState;
+use proptest::prelude::*;
+use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
+
+use super::*;
+use crate::virtio::Endpoint;
+use crate::virtio::testing::{Buffer, Driver, memory};
+
+const MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
+
+struct Bench {
+    driver: Driver,
+    wire: OwnedFd,
+}
+
+fn tap() -> (OwnedFd, OwnedFd) {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
+}
+
+fn bench() -> Bench {
+    let (tap, wire) = tap();
+    let memory = memory();
+    let endpoint = Endpoint::new(Box::new(Net::new(tap, MAC).unwrap()), memory.clone()).unwrap();
+    Bench { driver: Driver::boot(endpoint, memory, u64::MAX), wire }
+}
+
+impl Bench {
+    fn arrive(&mut self, frame: &[u8]) {
+        send(&self.wire, frame, SendFlags::empty()).unwrap();
+        self.driver.run();
+    }
+
+    fn refill(&mut self, buffers: usize) {
+        for _ in 0..buffers {
+            self.driver.submit(RECEIVE, &[Buffer::In(HEADER_BYTES), Buffer::In(1518)]);
+        }
+        self.driver.kick(RECEIVE);
+    }
+
+    fn received(&mut self) -> Option<Vec<u8>> {
+        let (_, bytes, content) = self.driver.used(RECEIVE)?;
+        assert_eq!(content[..HEADER_BYTES], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]);
+        Some(content[HEADER_BYTES..bytes as usize].to_vec())
+    }
+
+    fn transmit(&mut self, frame: &[u8]) {
+        self.driver.request(TRANSMIT, &[Buffer::Out(vec![0; HEADER_BYTES]), Buffer::Out(frame.to_vec())]);
+    }
+
+    fn on_wire(&mut self) -> Option<Vec<u8>> {
+        let mut frame = vec![0; 100_000];
+        let bytes = rustix::io::read(&self.wire, &mut frame[..]).ok()?;
+        frame.truncate(bytes);
+        Some(frame)
+    }
+
+    fn dropped(&self) -> u64 {
+        self.driver.endpoint.with_device(|net: &mut Net, _| net.dropped_frames()).unwrap()
+    }
+}
+
+#[test]
+fn frames_go_both_ways_in_order() {
+    let mut bench = bench();
+    assert_eq!(bench.driver.config(0), MAC);
+    bench.refill(100);
+    for round in 0..100_u8 {
+        bench.arrive(&vec![round; 14 + usize::from(round) * 15]);
+        bench.transmit(&vec![round; 1514]);
+        assert_eq!(bench.on_wire(), Some(vec![round; 1514]));
+    }
+    for round in 0..100_u8 {
+        assert_eq!(bench.received(), Some(vec![round; 14 + usize::from(round) * 15]));
+    }
+    assert_eq!(bench.dropped(), 0);
+    assert!(bench.driver.interrupted());
+}
+
+#[test]
+fn frames_wait_in_the_tap_until_the_guest_has_buffers() {
+    let mut bench = bench();
+    for round in 0..5 {
+        bench.arrive(&[round; 60]);
+    }
+    for round in 0..5 {
+        assert_eq!(bench.received(), None);
+        bench.refill(1);
+        assert_eq!(bench.received(), Some(vec![round; 60]));
+    }
+}
+
+#[test]
+fn frames_that_fit_nowhere_are_lost_and_the_next_ones_are_not() {
+    let mut bench = bench();
+    bench.refill(2);
+    bench.arrive(&[1; 2000]);
+    bench.arrive(&[1; 5]);
+    bench.arrive(&[2; 60]);
+    assert_eq!(bench.received(), Some(vec![2; 60]));
+    bench.transmit(&[1; 13]);
+    bench.transmit(&[3; 14]);
+    assert_eq!(bench.on_wire(), Some(vec![3; 14]));
+    assert_eq!(bench.dropped(), 3);
+    let mut sent = 0;
+    while bench.dropped() == 3 {
+        bench.transmit(&[4; 1514]);
+        sent += 1;
+        assert!(sent < 10_000, "the wire takes for ever");
+    }
+    assert!(bench.driver.endpoint.failure().is_none());
+}
+
+#[test]
+fn a_packet_without_a_header_stops_the_device() {
+    let mut bench = bench();
+    bench.driver.submit(TRANSMIT, &[Buffer::Out(vec![0; 11])]);
+    bench.driver.kick(TRANSMIT);
+    assert!(bench.driver.endpoint.failure().unwrap().contains("no room for a header"));
+    bench.arrive(&[1; 60]);
+}
+
+#[test]
+fn a_tap_that_is_gone_is_no_failure() {
+    let mut bench = bench();
+    bench.refill(4);
+    bench.wire = tap().0;
+    bench.driver.run();
+    bench.transmit(&[1; 60]);
+    assert!(bench.driver.endpoint.failure().is_none());
+}
+
+#[test]
+fn a_restored_card_goes_on_over_another_tap() {
+    let mut bench = bench();
+    bench.refill(10);
+    bench.arrive(&[1; 60]);
+    let state = bench.driver.endpoint.save();
+    let state = VirtioState::decode(&state.encode().unwrap()).unwrap();
+    let DeviceState::Net(of_net) = &state.device else { panic!("a card's state") };
+    let (tap, wire) = tap();
+    let net = Net::restore(of_net, tap).unwrap();
+    let endpoint = Endpoint::restore(&state, Box::new(net), bench.driver.memory.clone()).unwrap();
+    endpoint.resume();
+    let mut bench = Bench { driver: bench.driver.moved_to(endpoint), wire };
+    bench.arrive(&[2; 60]);
+    assert_eq!(bench.received(), Some(vec![1; 60]));
+    assert_eq!(bench.received(), Some(vec![2; 60]));
+    bench.transmit(&[3; 60]);
+    assert_eq!(bench.on_wire(), Some(vec![3; 60]));
+    assert_eq!(bench.driver.config(0), MAC);
+}
+
+proptest! {
+    #[test]
+    fn every_frame_that_fits_arrives_once_and_in_order(
+        steps in prop::collection::vec((0..3_u8, 14..1518_usize, any::<u8>()), 1..80),
+    ) {
+        let mut bench = bench();
+        let mut in_tap = std::collections::VecDeque::new();
+        for (kind, bytes, byte) in steps {
+            match kind {
+                0 => {
+                    bench.arrive(&vec![byte; bytes]);
+                    in_tap.push_back(vec![byte; bytes]);
+                }
+                1 => bench.refill(1),
+                _ => {
+                    bench.transmit(&vec![byte; bytes]);
+                    prop_assert_eq!(bench.on_wire(), Some(vec![byte; bytes]));
+                }
+            }
+            while let Some(frame) = bench.received() {
+                prop_assert_eq!(Some(frame), in_tap.pop_front());
+            }
+        }
+        prop_assert_eq!(bench.on_wire(), None);
+        prop_assert_eq!(bench.dropped(), 0);
+    }
+}
