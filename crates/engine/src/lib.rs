@@ -34,12 +34,6 @@ pub trait Engine: Send + Sync + 'static {
 
     fn capabilities(&self) -> Capabilities;
 
-    /// Names of the files of a checkpoint that their writer only appends to: they can be hashed while
-    /// they are written, which keeps a pause short.
-    fn checkpoint_files(&self) -> &'static [&'static str] {
-        &[]
-    }
-
     /// True: what a sandbox reads as randomness comes from this host's kernel at the moment it is read,
     /// so that copies differ without a reseed (gVisor has no generator of its own).
     fn random_from_host(&self) -> bool {

@@ -32,6 +32,8 @@ pub struct Hub {
     /// Creates that may run at once.
     pub starts: Semaphore,
     pub builds: Semaphore,
+    /// Snapshots that are hashed at once.
+    pub completions: Semaphore,
     /// Held in common by whatever starts a runtime, alone by the sweep of leftovers.
     pub gate: RwLock<()>,
     /// Digest of the agent that new sandboxes get.
@@ -86,6 +88,7 @@ impl Hub {
             counts: Counts::default(),
             starts,
             builds: Semaphore::new(crate::build::BUILDS_AT_ONCE as usize),
+            completions: Semaphore::new(1),
             gate: RwLock::new(()),
             agent_digest,
             last_event: AtomicU64::new(last_event),

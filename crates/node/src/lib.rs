@@ -7,6 +7,7 @@ mod actor;
 mod agent;
 mod boot;
 mod build;
+mod complete;
 mod config;
 mod create;
 mod error;

@@ -12,6 +12,7 @@ use tokio::task::JoinSet;
 
 use crate::actor::Patch;
 use crate::boot;
+use crate::complete;
 use crate::config::NodeConfig;
 use crate::create::{self, Child, InFlight, check_timeout};
 use crate::error::{NodeError, OpenError, StreamError};
@@ -47,6 +48,7 @@ impl Node {
         let mut helpers = JoinSet::new();
         helpers.spawn(idle::run(Arc::downgrade(&hub)));
         helpers.spawn(gc::run(Arc::downgrade(&hub)));
+        helpers.spawn(complete::all(Arc::downgrade(&hub)));
         helpers.spawn(prewarm_all(Arc::clone(&hub)));
         helpers.spawn(end_builders(Arc::clone(&hub)));
         let node =

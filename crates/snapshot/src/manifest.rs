@@ -45,7 +45,9 @@ pub struct FileEntry {
     pub name: String,
     pub role: FileRole,
     pub bytes: u64,
-    pub digest: Digest,
+    /// `None`: not known yet. A large file is hashed after its snapshot was published, so that nobody
+    /// waits for it; until then only its length can be checked.
+    pub digest: Option<Digest>,
 }
 
 /// What a host must offer to restore the snapshot.
@@ -158,7 +160,7 @@ struct RawFile {
     #[n(2)]
     bytes: u64,
     #[cbor(n(3), with = "minicbor::bytes")]
-    digest: [u8; 32],
+    digest: Option<[u8; 32]>,
 }
 
 #[derive(Encode, Decode)]

@@ -1,6 +1,6 @@
 //! A snapshot that is being written. It is a folder without a manifest until it is published.
 //!
-//! Order of publication: files are hashed and synced → `manifest.tmp` is written and synced → the
+//! Order of publication: files are synced, small ones hashed → `manifest.tmp` is written and synced → the
 //! folder is synced → rename → the folder is synced. A crash before the rename leaves nothing that
 //! counts, one after it leaves the whole snapshot.
 
@@ -15,8 +15,7 @@ use dormouse_types::SnapshotId;
 use rustix::fs::{FallocateFlags, OFlags};
 
 use crate::error::{BeginError, PublishError};
-use crate::flush::Flusher;
-use crate::{MANIFEST, MANIFEST_TMP, digest, fs};
+use crate::{MANIFEST, MANIFEST_TMP, SMALL_BYTES_MAX, digest, fs};
 
 /// Taken at the start and given to the manifest at the end: a disk that runs full in between fails the
 /// writer of the state, while the sandbox still runs, and not the publication.
@@ -36,7 +35,6 @@ pub struct Draft {
     id: SnapshotId,
     dir: PathBuf,
     published: bool,
-    flushers: Vec<Flusher>,
 }
 
 impl Draft {
@@ -48,7 +46,7 @@ impl Draft {
             _ => BeginError::Io { path: dir.clone(), source },
         };
         DirBuilder::new().mode(0o700).create(&dir).map_err(failed)?;
-        let draft = Self { id: id.clone(), dir: dir.clone(), published: false, flushers: Vec::new() };
+        let draft = Self { id: id.clone(), dir: dir.clone(), published: false };
         draft.reserve().and_then(|()| fs::sync_dir(store)).map_err(failed)?;
         Ok(draft)
     }
@@ -71,15 +69,6 @@ impl Draft {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.dir
-    }
-
-    /// Sends the file `name` to the disk while it is being written: for a large one, through the page
-    /// cache. To be called before the writer starts.
-    pub fn flush_while_written(&mut self, name: &str) {
-        match Flusher::start(self.dir.join(name)) {
-            Ok(flusher) => self.flushers.push(flusher),
-            Err(error) => tracing::warn!(%error, name, "no thread to flush the file beside its writer"),
-        }
     }
 
     /// Makes the snapshot exist, with `files` (their writers have ended) as its content. The manifest's
@@ -126,36 +115,31 @@ impl Draft {
         Ok(manifest)
     }
 
-    /// Lengths and digests of the files, and all of them on the disk.
-    fn seal(&mut self, files: &[(&str, FileRole)]) -> Result<Vec<FileEntry>, PublishError> {
-        self.flushers.clear();
+    /// Lengths of the files and digests of the small ones, and all of them on the disk.
+    fn seal(&self, files: &[(&str, FileRole)]) -> Result<Vec<FileEntry>, PublishError> {
         let opened = files
             .iter()
             .map(|(name, role)| Ok((*name, *role, open_plain(&self.dir, name)?)))
             .collect::<Result<Vec<_>, PublishError>>()?;
-        std::thread::scope(|scope| {
-            // Flushing waits for the disk, hashing for the processor: side by side.
-            let flush = scope.spawn(|| {
-                opened.iter().try_for_each(|(name, _, file)| {
-                    file.sync_all().map_err(|source| io_error("sync", &self.dir.join(name), source))
-                })
-            });
-            let mut entries = Vec::with_capacity(opened.len());
-            for (name, role, file) in &opened {
-                let (digest, bytes) = digest::digest_file(file, &AtomicBool::new(false))
-                    .map_err(|source| io_error("hash", &self.dir.join(name), source))?;
-                entries.push(FileEntry { name: (*name).to_owned(), role: *role, bytes, digest });
-            }
-            let flushed = flush.join();
-            flushed.map_err(|_| io_error("sync", &self.dir, io::Error::other("the thread panicked")))??;
-            Ok(entries)
-        })
+        opened.iter().map(|(name, role, file)| self.entry(name, *role, file)).collect()
+    }
+
+    fn entry(&self, name: &str, role: FileRole, file: &File) -> Result<FileEntry, PublishError> {
+        let path = self.dir.join(name);
+        file.sync_all().map_err(|source| io_error("sync", &path, source))?;
+        let mut bytes = file.metadata().map_err(|source| io_error("examine", &path, source))?.len();
+        let mut digest = None;
+        if bytes <= SMALL_BYTES_MAX {
+            let hashed = digest::digest_file(file, &AtomicBool::new(false))
+                .map_err(|source| io_error("hash", &path, source))?;
+            (digest, bytes) = (Some(hashed.0), hashed.1);
+        }
+        Ok(FileEntry { name: name.to_owned(), role, bytes, digest })
     }
 }
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        self.flushers.clear();
         if !self.published
             && let Err(error) = std::fs::remove_dir_all(&self.dir)
         {
@@ -191,7 +175,7 @@ fn private_file(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)
 }
 
-fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
+pub(crate) fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = private_file(path)?;
     file.write_all(bytes)?;
     file.set_len(bytes.len() as u64)?;

@@ -116,3 +116,22 @@ pub struct SpaceError {
     #[source]
     pub source: io::Error,
 }
+
+#[derive(Debug, thiserror::Error)]
+pub enum CompleteError {
+    #[error("cannot load snapshot {id}")]
+    Load {
+        id: SnapshotId,
+        #[source]
+        source: Box<LoadError>,
+    },
+    #[error("cannot encode the manifest of {id}: {source}")]
+    Manifest { id: SnapshotId, source: ManifestError },
+    #[error("cannot {action} snapshot {id}")]
+    Io {
+        id: SnapshotId,
+        action: &'static str,
+        #[source]
+        source: io::Error,
+    },
+}

@@ -1,19 +1,22 @@
 //! Snapshots on disk: one folder each, published by one atomic rename of its manifest.
 //!
 //! ```text
-//! begin ──> draft: files are written ──> publish: digest, fsync, rename `manifest.tmp` ──> snapshot
-//!             │ dropped, or crash: swept                                                      │
-//!             └───────────────> gone <── the rest is removed <── rename to `manifest.gone` <──┘ remove
+//! begin ──> draft: files are written ──> publish: fsync, rename `manifest.tmp` ──> snapshot ──> complete
+//!             │ dropped, or crash: swept                                               │
+//!             └───────> gone <── the rest is removed <── rename to `manifest.gone` <───┘ remove
 //! ```
 //!
+//! Large files are hashed by `complete`, after the publication: it takes as long as writing them, and
+//! what waits for a pause should not wait for it.
+//!
 //! Invariants: a snapshot exists if and only if its folder holds `manifest`, and then everything the
-//! manifest names is on disk; nothing published is ever changed, only removed as a whole; what cannot
-//! be read is kept aside by name, never deleted. All calls block: run them on blocking threads.
+//! manifest names is on disk; no published file is ever changed, and the manifest only to add digests
+//! that it lacks; what cannot be read is kept aside by name, never deleted. All calls block: run them on blocking threads.
 
+mod complete;
 mod digest;
 mod draft;
 mod error;
-mod flush;
 mod fs;
 mod open;
 mod verify;
@@ -28,7 +31,8 @@ use dormouse_types::{SnapshotId, Timestamp};
 pub use digest::{DIGEST_THREADS_MAX, digest_file};
 pub use draft::{Draft, Stage};
 pub use error::{
-    BeginError, ListError, LoadError, OpenError, PublishError, RemoveError, SpaceError, VerifyError,
+    BeginError, CompleteError, ListError, LoadError, OpenError, PublishError, RemoveError, SpaceError,
+    VerifyError,
 };
 pub use open::Swept;
 pub use verify::Cancel;
@@ -39,7 +43,8 @@ const MANIFEST_TMP: &str = "manifest.tmp";
 /// What a removal renames the manifest to: the folder is then unfinished and goes at the next open.
 const MANIFEST_GONE: &str = "manifest.gone";
 
-const LARGE_BYTES: u64 = 1 << 20;
+/// Files up to this length are hashed when they are published.
+const SMALL_BYTES_MAX: u64 = 1 << 20;
 
 /// A folder of snapshots. Cheap to clone; clones share nothing but the path.
 #[derive(Debug, Clone)]
@@ -129,6 +134,12 @@ impl Store {
         verify::files(&self.dir(&manifest.id), manifest, cancel)
     }
 
+    /// Hashes what the manifest has no digest of, and writes the digests into it. Idempotent; `None`: the
+    /// snapshot is gone.
+    pub fn complete(&self, id: &SnapshotId, cancel: &Cancel) -> Result<Option<Manifest>, CompleteError> {
+        complete::complete(self, id, cancel)
+    }
+
     /// Removes a snapshot: whole before a crash, gone after it, never in between. Children stay whole:
     /// a snapshot shares no bytes with its parent.
     pub fn remove(&self, id: &SnapshotId) -> Result<Freed, RemoveError> {
@@ -144,18 +155,6 @@ impl Store {
         let bytes = fs::disk_bytes(&dir);
         std::fs::remove_dir_all(&dir).map_err(|source| failed("delete its folder", source))?;
         Ok(Freed { bytes })
-    }
-
-    /// Lets the page cache drop what it holds of a snapshot's large files: they stay on the disk.
-    pub fn release_cache(&self, id: &SnapshotId) {
-        let entries = std::fs::read_dir(self.dir(id)).into_iter().flatten().flatten();
-        for entry in entries.filter(|entry| entry.metadata().is_ok_and(|about| about.len() >= LARGE_BYTES)) {
-            let advised = File::open(entry.path())
-                .and_then(|file| Ok(rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?));
-            if let Err(error) = advised {
-                tracing::debug!(%error, path = %entry.path().display(), "the page cache keeps it");
-            }
-        }
     }
 
     /// Bytes on the disk that the snapshot's folder holds; what [`Store::remove`] would give back.

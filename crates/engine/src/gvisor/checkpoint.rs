@@ -29,8 +29,6 @@ use crate::model::{After, Captured, CapturedFile};
 
 /// Beside the sandbox's pages an image holds the kernel's state.
 const IMAGE_OVERHEAD_BYTES: u64 = 48 << 20;
-/// An image larger than this share of the available memory is written past the page cache.
-const CACHE_SHARE: u64 = 4;
 const HELD: &str = "held";
 const ROOM: &str = "room";
 
@@ -40,8 +38,6 @@ const IMAGE_FILES: [(&str, FileRole); 4] = [
     ("checkpoint.img", FileRole::Devices),
     (DESCRIPTION, FileRole::Config),
 ];
-/// runsc appends to it and to nothing else that is large.
-pub(super) const APPENDED: &[&str] = &["pages.img"];
 
 impl Inner {
     pub(super) async fn checkpoint(
@@ -97,7 +93,7 @@ impl Taken {
             return Err(Failure::NoSpace { path: self.into.clone() });
         }
         let before = Before {
-            direct: bytes > available_memory() / CACHE_SHARE && takes_direct(&self.into)?,
+            direct: takes_direct(&self.into)?,
             was_frozen: self.container.is_frozen(),
             agent_digest: meta.agent_digest,
             started: Instant::now(),
@@ -257,12 +253,4 @@ fn takes_direct(into: &Path) -> Result<bool, Failure> {
     let takes = dormouse_sys::files::takes_direct(&path);
     std::fs::remove_file(&path).map_err(io_failure("remove", &path))?;
     Ok(takes)
-}
-
-fn available_memory() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let kib = text.lines().find_map(|line| {
-        line.strip_prefix("MemAvailable:")?.trim().trim_end_matches("kB").trim().parse::<u64>().ok()
-    });
-    kib.unwrap_or(0) * 1024
 }

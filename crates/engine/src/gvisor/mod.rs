@@ -292,10 +292,6 @@ impl Engine for Gvisor {
         }
     }
 
-    fn checkpoint_files(&self) -> &'static [&'static str] {
-        checkpoint::APPENDED
-    }
-
     fn compat(&self) -> Compat {
         self.0.compat()
     }

@@ -13,6 +13,7 @@ use dormouse_types::RuntimeId;
 
 use super::{Job, Report};
 use crate::agent;
+use crate::complete;
 use crate::error::{ErrorCode, NodeError};
 use crate::journal::SnapshotRow;
 use crate::model::SnapshotRequest;
@@ -51,8 +52,7 @@ impl Job {
         let mut notes = Vec::new();
         // Without a keeper nobody can be asked.
         if reason != Reason::Internal {
-            let (quiesced, ()) = tokio::join!(agent::quiesce(&dir), self.release_former());
-            match quiesced {
+            match agent::quiesce(&dir).await {
                 Ok(quiesced) => notes.extend(quiesced.notes),
                 Err(error) => notes.push(format!("the file systems were not synced first: {error}")),
             }
@@ -82,6 +82,7 @@ impl Job {
         match published {
             Ok(manifest) => {
                 self.write_down(&manifest).await;
+                complete::later(&self.order.hub, manifest.id.clone());
                 Ok(Taken { manifest, stopped: captured.stopped, notes: [notes, captured.notes].concat() })
             }
             Err(error) if after == After::Hold => Err(self.let_go(runtime, error).await),
@@ -138,28 +139,9 @@ impl Job {
         Ok(())
     }
 
-    /// The new image takes the former one's place in the page cache: memory that is at hand is used
-    /// again, and a sandbox does not fill the host's with images that it has outlived.
-    async fn release_former(&self) {
-        let Some(head) = self.order.head.clone() else { return };
-        let own = matches!(self.load(&head).await, Ok(former) if former.sandbox == self.order.info.id);
-        if own {
-            let store = self.order.hub.store.clone();
-            drop(self.order.hub.blocking("room in the page cache", move || store.release_cache(&head)).await);
-        }
-    }
-
     async fn begin_draft(&self) -> Result<Draft, NodeError> {
         let (store, id) = (self.order.hub.store.clone(), self.order.pending.snapshot.clone());
-        let names = self.engine.checkpoint_files();
-        let begin = move || {
-            let mut draft = store.begin(&id)?;
-            for name in names {
-                draft.flush_while_written(name);
-            }
-            Ok(draft)
-        };
-        let draft = self.order.hub.blocking("the start of a snapshot", begin).await?;
+        let draft = self.order.hub.blocking("the start of a snapshot", move || store.begin(&id)).await?;
         draft.map_err(|error: BeginError| {
             let code = match error {
                 BeginError::NoSpace { .. } => ErrorCode::NoSpace,

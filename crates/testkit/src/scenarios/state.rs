@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use hyper::Method;
@@ -161,6 +162,7 @@ pub(super) fn nothing_left(left: Vec<String>) -> Result<()> {
 pub(super) async fn files_of_pause(stage: &Stage, sandbox: &Sandbox) -> Result<Vec<PathBuf>> {
     let parent = sandbox.own_info().await?["parentSnapshotID"].as_str().context("no snapshot")?.to_owned();
     let folder = stage.data_dir().join("snapshots").join(parent);
+    is_hashed(&folder).await?;
     let mut files = Vec::new();
     for entry in fs::read_dir(&folder).with_context(|| format!("cannot list {}", folder.display()))? {
         let entry = entry?;
@@ -170,6 +172,18 @@ pub(super) async fn files_of_pause(stage: &Stage, sandbox: &Sandbox) -> Result<V
     }
     files.sort();
     Ok(files.into_iter().rev().map(|(_, path)| path).collect())
+}
+
+/// Large files are hashed after the pause: before that, damage cannot be told from what was written.
+async fn is_hashed(folder: &Path) -> Result<()> {
+    for _ in 0..300 {
+        let manifest = dormouse_snapshot::Manifest::decode(&fs::read(folder.join("manifest"))?)?;
+        if manifest.files.iter().all(|file| file.digest.is_some()) {
+            return Ok(());
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    anyhow::bail!("{} still lacks digests after 30 s", folder.display())
 }
 
 async fn resume_is_refused(sandbox: &Sandbox, named: &str) -> Result<()> {
