@@ -148,10 +148,6 @@ fn point(name: &str, mode: u32) -> Step<String> {
 
 /// The root disk becomes `/` (`util-linux`'s switch_root does the same), with the agent in its place.
 fn become_root(agent: &OwnedFd) -> Step<()> {
-    // What is mounted stays; the name would only keep its memory.
-    for leftover in [SELF, ORDER] {
-        let _ = fs::remove_file(leftover);
-    }
     cannot("enter the root disk", chdir(ROOT))?;
     cannot("move the root disk", mount_move(".", "/"))?;
     cannot("change to the root disk", chroot("."))?;
