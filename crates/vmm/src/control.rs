@@ -39,7 +39,7 @@ pub const MEMORY_MIB_MAX: u32 = 64 << 10;
 pub const DISKS_MAX: usize = 4;
 /// Layers of one disk below its upper one.
 pub const LAYERS_MAX: usize = 64;
-pub const CHILDREN_MAX: usize = 64;
+pub const CHILDREN_MAX: usize = 100;
 pub const CMDLINE_BYTES_MAX: usize = 1024;
 const PATH_BYTES_MAX: usize = 4096;
 

@@ -19,7 +19,7 @@ mod file;
 pub mod memory;
 mod pages;
 
-pub use disk::{DiskStack, Frozen};
+pub use disk::{DiskStack, Frozen, Published};
 pub use extents::{EXTENTS_MAX, Extents, Merged};
 pub use file::{Layer, link_or_copy};
 

@@ -18,6 +18,8 @@ pub struct DiskStack {
     images: usize,
     merged: Merged,
     upper: Option<Upper>,
+    /// Frozen since the last flush.
+    unsynced: Vec<Arc<File>>,
 }
 
 #[derive(Debug)]
@@ -57,7 +59,8 @@ impl DiskStack {
             .map(|(number, path)| Layer::open(path, bytes, number > 0))
             .collect::<Result<Vec<_>, _>>()?;
         let upper = upper.map(|path| Upper::create(path, bytes)).transpose()?;
-        let mut stack = Self { bytes, layers, images: images.len(), merged: Merged::default(), upper };
+        let (merged, unsynced) = (Merged::default(), Vec::new());
+        let mut stack = Self { bytes, layers, images: images.len(), merged, upper, unsynced };
         stack.merge();
         Ok(stack)
     }
@@ -189,6 +192,12 @@ impl DiskStack {
             self.write_at(&ZEROS[..usize::try_from(until - at).unwrap_or(0)], at)?;
             return Ok(until);
         }
+        self.give_back(at, until)?;
+        Ok(until)
+    }
+
+    /// Makes holes in the upper layer of the pages from `at` to `until`, below which there is nothing.
+    fn give_back(&mut self, at: u64, until: u64) -> std::io::Result<()> {
         let Some(upper) = &mut self.upper else { return Err(std::io::ErrorKind::PermissionDenied.into()) };
         let mut page = at / PAGE_BYTES;
         let last = until.div_ceil(PAGE_BYTES);
@@ -201,12 +210,33 @@ impl DiskStack {
             }
             page = run;
         }
-        Ok(until)
+        Ok(())
     }
 
     /// What was written is on stable storage when this returns.
-    pub fn flush(&self) -> std::io::Result<()> {
+    pub fn flush(&mut self) -> std::io::Result<()> {
+        while let Some(frozen) = self.unsynced.last() {
+            frozen.sync_data()?;
+            self.unsynced.pop();
+        }
         self.upper.as_ref().map_or(Ok(()), |upper| upper.file.sync_data())
+    }
+
+    /// The guest will not miss what is in the range: whole pages that only the upper layer has are given back.
+    pub fn discard(&mut self, offset: u64, len: u64) -> std::io::Result<()> {
+        let end = offset.checked_add(len).filter(|end| *end <= self.bytes);
+        let end = end.ok_or(std::io::ErrorKind::InvalidInput)?;
+        let end = if end == self.bytes { end } else { end / PAGE_BYTES * PAGE_BYTES };
+        let mut at = offset.next_multiple_of(PAGE_BYTES);
+        while at < end {
+            let (below, until) = self.merged.find(at, end);
+            let until = until.next_multiple_of(PAGE_BYTES).min(end);
+            if below.is_none() && self.merged.find(at, until).1 == until {
+                self.give_back(at, until)?;
+            }
+            at = until;
+        }
+        Ok(())
     }
 
     /// Ends the upper layer, which nobody writes any more, and goes on with a new one at `upper`. A read-only
@@ -220,6 +250,7 @@ impl DiskStack {
         let new = Upper::create(upper, self.bytes)?;
         let layer = Layer { file: old.file.clone(), extents: Arc::new(extents), name: old.name.clone() };
         self.merged.overlay(&layer.extents, self.layers.len());
+        self.unsynced.push(layer.file.clone());
         self.layers.push(layer);
         self.upper = Some(new);
         Ok(())
@@ -237,6 +268,14 @@ impl DiskStack {
     #[must_use]
     pub fn frozen(&self) -> Frozen {
         Frozen { bytes: self.bytes, layers: self.layers[self.images..].to_vec() }
+    }
+
+    /// Gives the frozen layers names in `dir` beginning with `prefix`, where they have none there: as long as a file
+    /// has a name, snapshots share it instead of copying it. Best effort.
+    pub fn keep(&self, dir: &Path, prefix: &str) {
+        for (number, layer) in self.layers[self.images..].iter().enumerate() {
+            super::file::link(layer, &dir.join(format!("{prefix}{number}")));
+        }
     }
 
     /// Puts one layer in the place of the `count` lowest frozen ones, whose content it has.

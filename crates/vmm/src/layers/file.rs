@@ -69,8 +69,7 @@ pub fn create(path: &Path, bytes: u64) -> Result<File, LayerError> {
 /// Gives a frozen layer a further name; where that cannot be (another file system, no name left), copies it.
 /// True: it is a link.
 pub fn link_or_copy(layer: &Layer, bytes: u64, to: &Path) -> Result<bool, LayerError> {
-    let from = format!("/proc/self/fd/{}", layer.file.as_raw_fd());
-    if rustix::fs::linkat(CWD, from, CWD, to, AtFlags::SYMLINK_FOLLOW).is_ok() {
+    if link(layer, to) {
         return Ok(true);
     }
     let file = create(to, bytes)?;
@@ -79,6 +78,12 @@ pub fn link_or_copy(layer: &Layer, bytes: u64, to: &Path) -> Result<bool, LayerE
     }
     file.sync_all().map_err(io_error("sync the copy of", &layer.name))?;
     Ok(false)
+}
+
+/// False: it cannot be linked.
+pub fn link(layer: &Layer, to: &Path) -> bool {
+    let from = format!("/proc/self/fd/{}", layer.file.as_raw_fd());
+    rustix::fs::linkat(CWD, from, CWD, to, AtFlags::SYMLINK_FOLLOW).is_ok()
 }
 
 /// Writes what a chain answers as one new layer at `to`, synced.

@@ -60,6 +60,14 @@ impl Base {
         &self.layers
     }
 
+    /// Gives the layers names in `dir`: as long as a file has a name, snapshots share it instead of copying it. Best
+    /// effort.
+    pub fn keep(&self, dir: &Path) {
+        for (number, layer) in self.layers.iter().enumerate() {
+            super::file::link(layer, &dir.join(format!("kept.memory.{number}")));
+        }
+    }
+
     /// Maps the chain over fresh, anonymous memory of its size.
     pub fn map(&self, memory: &GuestMemory) -> Result<(), LayerError> {
         let mut pieces: Vec<_> = self.merged.iter().copied().collect();
@@ -164,6 +172,15 @@ impl Base {
 #[must_use]
 pub fn size(memory: &GuestMemory) -> u64 {
     memory.iter().map(vm_memory::GuestMemoryRegion::len).sum()
+}
+
+/// Keeps guest memory in pages of 4 KiB. Best effort: only speed depends on it.
+pub fn keep_small(memory: &GuestMemory) {
+    for region in memory.iter() {
+        let len = usize::try_from(region.len()).unwrap_or(0);
+        // SAFETY: the region is mapped; advice changes no content.
+        let _ = unsafe { libc::madvise(region.as_ptr().cast(), len, libc::MADV_NOHUGEPAGE) };
+    }
 }
 
 struct Writer<'a> {

@@ -1,0 +1,119 @@
+//! Which virtio devices a guest has, in which slots.
+//!
+//! Slots: the disks, then vsock, rng, and net if there is one. The order is part of every snapshot.
+
+use std::io;
+
+use dormouse_snapshot::devices::virtio::{DeviceState, VirtioState};
+
+use super::disks::{Disks, SharedDisk};
+use super::guest::HostSide;
+use crate::control::Machine;
+use crate::memory::GuestMemory;
+use crate::virtio::{Block, BlockError, Endpoint, RestoreError, Rng, VirtioDevice, Vsock, VsockHost};
+
+/// Where clients of the guest's vsock ports connect, in the monitor's folder.
+const VSOCK_SOCKET: &str = "vsock.sock";
+
+#[derive(Debug, thiserror::Error)]
+pub enum DevicesError {
+    #[error("disk {number} is not usable")]
+    Disk { number: usize, source: BlockError },
+    #[error("the vsock device cannot be made")]
+    Vsock(#[source] io::Error),
+    #[error("slot {slot} cannot be made")]
+    Slot { slot: usize, source: io::Error },
+    #[error("slot {slot} cannot be restored")]
+    Restore { slot: usize, source: RestoreError },
+    #[error("the snapshot has {saved} devices, the machine {given}")]
+    Count { saved: usize, given: usize },
+    #[error("the snapshot has another kind of device in slot {0}")]
+    Kind(usize),
+    #[error("a network device cannot be had yet")]
+    Net,
+}
+
+/// Devices as a guest finds them at boot.
+pub fn make(
+    machine: &Machine,
+    disks: &Disks,
+    host: HostSide,
+    memory: &GuestMemory,
+) -> Result<Vec<Endpoint>, DevicesError> {
+    all(machine, disks, host, &[])?
+        .into_iter()
+        .enumerate()
+        .map(|(slot, device)| {
+            Endpoint::new(device, memory.clone()).map_err(|source| DevicesError::Slot { slot, source })
+        })
+        .collect()
+}
+
+/// Devices that go on where they were saved.
+pub fn restore(
+    machine: &Machine,
+    disks: &Disks,
+    host: HostSide,
+    memory: &GuestMemory,
+    saved: &[VirtioState],
+) -> Result<Vec<Endpoint>, DevicesError> {
+    let devices = all(machine, disks, host, saved)?;
+    if devices.len() != saved.len() {
+        return Err(DevicesError::Count { saved: saved.len(), given: devices.len() });
+    }
+    let endpoint = |(slot, (device, saved)): (usize, (_, &VirtioState))| {
+        Endpoint::restore(saved, device, memory.clone())
+            .map_err(|source| DevicesError::Restore { slot, source })
+    };
+    devices.into_iter().zip(saved).enumerate().map(endpoint).collect()
+}
+
+/// `saved`: empty at boot.
+fn all(
+    machine: &Machine,
+    disks: &Disks,
+    host: HostSide,
+    saved: &[VirtioState],
+) -> Result<Vec<Box<dyn VirtioDevice>>, DevicesError> {
+    if machine.net || host.tap.is_some() {
+        return Err(DevicesError::Net);
+    }
+    let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
+    for (number, disk) in disks.disks().iter().enumerate() {
+        let read_only = machine.disks.get(number).is_some_and(|disk| disk.read_only);
+        let device = block(number, disk.clone(), read_only, saved)?;
+        devices.push(Box::new(device));
+    }
+    devices.push(Box::new(vsock(devices.len(), host, saved)?));
+    devices.push(Box::new(Rng));
+    Ok(devices)
+}
+
+fn block(
+    number: usize,
+    disk: SharedDisk,
+    read_only: bool,
+    saved: &[VirtioState],
+) -> Result<Block, DevicesError> {
+    let backend = Box::new(disk);
+    let failed = |source| DevicesError::Disk { number, source };
+    match saved.get(number).map(|saved| &saved.device) {
+        None => Block::new(backend, read_only, &format!("disk{number}")).map_err(failed),
+        Some(DeviceState::Block(state)) => Block::restore(state, backend).map_err(failed),
+        Some(_) => Err(DevicesError::Kind(number)),
+    }
+}
+
+fn vsock(slot: usize, host: HostSide, saved: &[VirtioState]) -> Result<Vsock, DevicesError> {
+    let listener = dormouse_sys::unix::bind(&host.dir, VSOCK_SOCKET).map_err(DevicesError::Vsock)?;
+    let host = VsockHost {
+        carrier_in: Some(host.carrier_in),
+        carrier_out: Some(host.carrier_out),
+        listener: Some(listener),
+    };
+    match saved.get(slot).map(|saved| &saved.device) {
+        None => Vsock::new(host).map_err(DevicesError::Vsock),
+        Some(DeviceState::Vsock(state)) => Vsock::restore(state, host).map_err(DevicesError::Vsock),
+        Some(_) => Err(DevicesError::Kind(slot)),
+    }
+}

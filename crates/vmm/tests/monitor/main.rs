@@ -1,0 +1,312 @@
+//! Whole monitors, as processes, with small real-mode guests: they run on any `/dev/kvm`, be it software.
+//!
+//! No harness: this executable is the monitor, too, and a monitor forks, which a harness's threads would not survive.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod rig;
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use dormouse_vmm::control::{Client, ClientError, Exit, ExitReason, State};
+use rig::{COUNTER, Rig, connect, machine, serial, wait_for};
+
+type Test = (&'static str, fn());
+
+const TESTS: &[Test] = &[
+    ("a_guest_runs_pauses_and_resumes", a_guest_runs_pauses_and_resumes),
+    ("a_fork_goes_on_from_the_same_instant", a_fork_goes_on_from_the_same_instant),
+    ("forks_of_forks_and_many_at_once", forks_of_forks_and_many_at_once),
+    ("a_checkpoint_is_restored_where_it_was", a_checkpoint_is_restored_where_it_was),
+    ("incremental_checkpoints_write_what_changed", incremental_checkpoints_write_what_changed),
+    ("a_held_checkpoint_stays_paused", a_held_checkpoint_stays_paused),
+    ("several_checkpoints_at_once", several_checkpoints_at_once),
+    ("a_guest_that_resets_ends_the_monitor", a_guest_that_resets_ends_the_monitor),
+    ("what_makes_no_sense_is_refused", what_makes_no_sense_is_refused),
+    ("a_damaged_snapshot_is_refused", a_damaged_snapshot_is_refused),
+    (
+        "a_stopped_monitor_leaves_its_reason_and_no_process",
+        a_stopped_monitor_leaves_its_reason_and_no_process,
+    ),
+];
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    if let [mode, dir] = &args[..]
+        && mode == rig::MONITOR
+    {
+        return match dormouse_vmm::monitor::run(Path::new(dir)) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("{error}: {:?}", std::error::Error::source(&error).map(ToString::to_string));
+                ExitCode::FAILURE
+            }
+        };
+    }
+    if !Path::new("/dev/kvm").exists() {
+        println!("no /dev/kvm: the monitor's tests cannot run here");
+        return ExitCode::FAILURE;
+    }
+    let filter = args.iter().find(|arg| !arg.starts_with('-'));
+    for (name, test) in TESTS {
+        if filter.is_none_or(|filter| name.contains(filter.as_str())) {
+            println!("test {name} ...");
+            test();
+        }
+    }
+    println!("all passed");
+    ExitCode::SUCCESS
+}
+
+/// The numbers that a guest has written whole.
+fn numbers(text: &str) -> Vec<u64> {
+    let whole = text.rfind('\n').map_or(0, |end| end + 1);
+    text[..whole].lines().map(|line| u64::from_str_radix(line, 16).expect("a number")).collect()
+}
+
+fn grow(dir: &Path) {
+    let before = serial(dir).len();
+    wait_for("the counter to go on", || (serial(dir).len() > before + 40).then_some(()));
+}
+
+/// What the guest wrote before it was forked or saved, and what its copy wrote, are one sequence without a gap.
+fn assert_continues(before: &str, after: &str) {
+    let all = numbers(&format!("{before}{after}"));
+    for pair in all.windows(2) {
+        assert_eq!(pair[1], pair[0] + 1, "in {} numbers", all.len());
+    }
+}
+
+fn counting(rig: &mut Rig, memory_mib: u32, dirty_mib: u32) -> (std::path::PathBuf, Client) {
+    let kernel = rig.probe(COUNTER, dirty_mib);
+    let (dir, client) = rig.boot(&machine(memory_mib), &kernel);
+    grow(&dir);
+    (dir, client)
+}
+
+fn a_guest_runs_pauses_and_resumes() {
+    let mut rig = Rig::new();
+    let (dir, mut client) = counting(&mut rig, 16, 4);
+    for _ in 0..20 {
+        client.pause().unwrap();
+        client.pause().unwrap();
+        assert_eq!(client.status().unwrap().state, State::Paused);
+        let still = serial(&dir);
+        std::thread::yield_now();
+        assert_eq!(serial(&dir), still);
+        client.resume().unwrap();
+        grow(&dir);
+    }
+    assert_continues(&serial(&dir), "");
+    let status = client.status().unwrap();
+    assert_eq!((status.vcpus, status.memory_mib, status.scribes), (1, 16, 0));
+    assert!(status.cpu_us > 0);
+}
+
+fn a_fork_goes_on_from_the_same_instant() {
+    let mut rig = Rig::new();
+    let (dir, mut client) = counting(&mut rig, 32, 16);
+    for _ in 0..10 {
+        // Paused around it: the log says then exactly how far the guest was.
+        client.pause().unwrap();
+        let before = serial(&dir);
+        let (children, _) = rig.fork(&mut client, 1);
+        assert_eq!(serial(&children[0]), "", "it is paused");
+        let mut child = connect(&children[0]);
+        assert_eq!(child.status().unwrap().state, State::Paused);
+        client.resume().unwrap();
+        child.resume().unwrap();
+        grow(&children[0]);
+        grow(&dir);
+        assert_continues(&before, &serial(&children[0]));
+        child.stop().unwrap();
+    }
+    assert_continues(&serial(&dir), "");
+}
+
+fn forks_of_forks_and_many_at_once() {
+    let mut rig = Rig::new();
+    let (dir, mut client) = counting(&mut rig, 16, 4);
+    let (children, forked) = rig.fork(&mut client, 8);
+    assert_eq!(forked.pids.len(), 8);
+    grow(&dir);
+    let mut first = connect(&children[0]);
+    let (grandchildren, _) = rig.fork(&mut first, 2);
+    for dir in children.iter().chain(&grandchildren) {
+        connect(dir).resume().unwrap();
+    }
+    for dir in children.iter().chain(&grandchildren) {
+        grow(dir);
+        // The first number may have been begun before.
+        assert_continues(serial(dir).split_once('\n').unwrap().1, "");
+    }
+    // Each has a life of its own.
+    client.stop().unwrap();
+    let mut grandchild = connect(&grandchildren[0]);
+    grow(&grandchildren[0]);
+    assert_eq!(grandchild.status().unwrap().state, State::Running);
+    let (_, pid) = grandchild.hello().unwrap();
+    assert!(!forked.pids.contains(&pid));
+}
+
+fn a_checkpoint_is_restored_where_it_was() {
+    let mut rig = Rig::new();
+    let (dir, mut client) = counting(&mut rig, 32, 16);
+    client.pause().unwrap();
+    let before = serial(&dir);
+    let into = rig.folder();
+    let done = client.checkpoint(into.clone(), false).unwrap();
+    assert!(done.memory_bytes >= 16 << 20 && done.memory_bytes < 18 << 20, "{done:?}");
+    assert_eq!(done.files.iter().map(|file| file.name.as_str()).collect::<Vec<_>>(), ["devices", "memory.0"]);
+    drop(client);
+    for _ in 0..2 {
+        let (restored, mut other) = rig.restore(&machine(32), &into);
+        assert_eq!(other.status().unwrap().state, State::Paused);
+        other.resume().unwrap();
+        grow(&restored);
+        assert_continues(&before, &serial(&restored));
+    }
+}
+
+fn incremental_checkpoints_write_what_changed() {
+    let mut rig = Rig::new();
+    let (_, mut client) = counting(&mut rig, 32, 16);
+    let mut from = rig.folder();
+    client.checkpoint(from.clone(), false).unwrap();
+    let mut written = String::new();
+    for generation in 1..12 {
+        let (dir, mut other) = rig.restore(&machine(32), &from);
+        other.resume().unwrap();
+        grow(&dir);
+        other.pause().unwrap();
+        written.push_str(&serial(&dir));
+        from = rig.folder();
+        let done = other.checkpoint(from.clone(), true).unwrap();
+        let layers = done.files.iter().filter(|file| file.name.starts_with("memory.")).count();
+        assert!(layers <= 8, "{layers} layers");
+        if layers > 1 {
+            // The page with the counter, and what the stack touches.
+            assert!(done.memory_bytes <= 16 << 10, "{} bytes in generation {generation}", done.memory_bytes);
+            assert!(done.files.iter().filter(|file| file.shared).count() == layers - 1);
+        }
+        other.stop().unwrap();
+    }
+    assert_continues(written.split_once('\n').unwrap().1, "");
+}
+
+fn a_held_checkpoint_stays_paused() {
+    let mut rig = Rig::new();
+    let (dir, mut client) = counting(&mut rig, 16, 4);
+    client.checkpoint(rig.folder(), true).unwrap();
+    assert_eq!(client.status().unwrap().state, State::Paused);
+    client.resume().unwrap();
+    grow(&dir);
+    client.checkpoint(rig.folder(), false).unwrap();
+    assert_eq!(client.status().unwrap().state, State::Running);
+    // It cannot be written there: the guest runs on as if nothing had been.
+    let error = client.checkpoint("/nowhere/at/all".into(), true).unwrap_err();
+    assert!(matches!(&error, ClientError::Refused { .. }), "{error}");
+    client.resume().unwrap();
+    grow(&dir);
+    assert_continues(&serial(&dir), "");
+}
+
+fn several_checkpoints_at_once() {
+    let mut rig = Rig::new();
+    let (dir, _client) = counting(&mut rig, 64, 48);
+    let folders: Vec<_> = (0..4).map(|_| rig.folder()).collect();
+    std::thread::scope(|scope| {
+        for into in &folders {
+            let dir = &dir;
+            scope.spawn(move || connect(dir).checkpoint(into.clone(), false).unwrap());
+        }
+    });
+    for into in &folders {
+        let (restored, mut other) = rig.restore(&machine(64), into);
+        other.resume().unwrap();
+        grow(&restored);
+    }
+}
+
+fn exit_of(dir: &Path) -> Exit {
+    let bytes = wait_for("exit.json", || std::fs::read(dir.join("exit.json")).ok());
+    serde_json::from_slice(&bytes).unwrap()
+}
+
+fn a_guest_that_resets_ends_the_monitor() {
+    let mut rig = Rig::new();
+    // mov al,0xfe; out 0x64,al; 1: jmp 1b
+    let kernel = rig.probe(&[0xb0, 0xfe, 0xe6, 0x64, 0xeb, 0xfe], 0);
+    let (dir, _client) = rig.boot(&machine(16), &kernel);
+    let exit = exit_of(&dir);
+    assert_eq!(exit.reason, ExitReason::GuestReset, "{}", exit.message);
+}
+
+fn what_makes_no_sense_is_refused() {
+    let mut rig = Rig::new();
+    let (_, mut empty) = rig.start();
+    assert_eq!(empty.status().unwrap().state, State::Empty);
+    let refused = |result: Result<(), ClientError>| {
+        assert!(matches!(result, Err(ClientError::Refused { .. })), "{result:?}");
+    };
+    refused(empty.pause());
+    refused(empty.resume());
+    refused(empty.checkpoint(rig.folder(), false).map(drop));
+    let (dir, mut client) = counting(&mut rig, 16, 0);
+    let [input, output] = rig.carrier();
+    let kernel = rig.probe(COUNTER, 1);
+    use std::os::fd::AsFd;
+    refused(client.boot(machine(16), kernel, &[input.as_fd(), output.as_fd()]));
+    // A child that cannot be: the source goes on, and no process stays.
+    let children = vec![dormouse_vmm::control::ForkChild { dir: "/nowhere/at/all".into() }];
+    refused(client.fork(children, &[input.as_fd(), output.as_fd()]).map(drop));
+    grow(&dir);
+    client.carrier(&[input.as_fd(), output.as_fd()]).unwrap();
+    grow(&dir);
+}
+
+fn a_damaged_snapshot_is_refused() {
+    let mut rig = Rig::new();
+    let (_, mut client) = counting(&mut rig, 16, 4);
+    let from = rig.folder();
+    client.checkpoint(from.clone(), false).unwrap();
+    let path = from.join("devices");
+    let good = std::fs::read(&path).unwrap();
+    let mut check = |what: &str| {
+        use std::os::fd::AsFd;
+        let (_, mut other) = rig.start();
+        let [input, output] = rig.carrier();
+        let result = other.restore(machine(16), from.clone(), &[input.as_fd(), output.as_fd()]);
+        let refused = matches!(
+            &result,
+            Err(ClientError::Refused { code: dormouse_vmm::control::ErrorCode::BadSnapshot, .. })
+        );
+        assert!(refused, "{what}: {result:?}");
+    };
+    for at in [0, 20, 40, 100, good.len() - 1] {
+        let mut bad = good.clone();
+        bad[at] ^= 1;
+        std::fs::write(&path, bad).unwrap();
+        check("a changed byte");
+    }
+    std::fs::write(&path, &good).unwrap();
+    let memory = std::fs::File::options().write(true).open(from.join("memory.0")).unwrap();
+    memory.set_len((16 << 20) - 4096).unwrap();
+    check("a shorter memory");
+}
+
+fn a_stopped_monitor_leaves_its_reason_and_no_process() {
+    let mut rig = Rig::new();
+    let (dir, mut client) = counting(&mut rig, 16, 4);
+    let (_, pid) = client.hello().unwrap();
+    let (children, forked) = rig.fork(&mut client, 1);
+    connect(&children[0]).stop().unwrap();
+    assert_eq!(exit_of(&children[0]).reason, ExitReason::Stopped);
+    // The parent takes its child's exit status: no zombie stays.
+    let proc = std::path::PathBuf::from(format!("/proc/{}", forked.pids[0]));
+    wait_for("the child to be gone", || (!proc.exists()).then_some(()));
+    client.stop().unwrap();
+    assert_eq!(exit_of(&dir).reason, ExitReason::Stopped);
+    let state = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    wait_for("the monitor to end", || (state().contains(") Z ") || state().is_empty()).then_some(()));
+}

@@ -1,0 +1,158 @@
+//! Monitors as processes of their own, for tests and measurements: this executable runs itself.
+
+use std::io::Read;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use dormouse_vmm::control::{Client, Forked, Kernel, Machine};
+
+/// Anything that takes longer has failed.
+pub const WAIT: Duration = Duration::from_secs(60);
+/// What this executable is called with to be a monitor.
+pub const MONITOR: &str = "run-monitor";
+
+/// Counts in memory at 0x600 and writes each number as eight hexadecimal digits and a line end to the serial port:
+/// ```text
+/// again: mov ecx,0x400; 1: dec ecx; jnz 1b; inc dword [0x600]; mov eax,[0x600]; mov di,8
+/// 2: rol eax,4; (low nibble of al as a digit); mov dx,0x3f8; out dx,al; dec di; jnz 2b; (line end); jmp again
+/// ```
+pub const COUNTER: &[u8] = &[
+    0x31, 0xc0, 0x8e, 0xd8, 0x8e, 0xd0, 0xbc, 0x00, 0x70, 0x66, 0xb9, 0x00, 0x04, 0x00, 0x00, 0x66, 0x49,
+    0x75, 0xfc, 0x66, 0xff, 0x06, 0x00, 0x06, 0x66, 0xa1, 0x00, 0x06, 0xbf, 0x08, 0x00, 0x66, 0xc1, 0xc0,
+    0x04, 0x88, 0xc3, 0x80, 0xe3, 0x0f, 0x80, 0xc3, 0x30, 0x80, 0xfb, 0x39, 0x76, 0x03, 0x80, 0xc3, 0x27,
+    0x50, 0x88, 0xd8, 0xba, 0xf8, 0x03, 0xee, 0x58, 0x4f, 0x75, 0xe1, 0xb0, 0x0a, 0xba, 0xf8, 0x03, 0xee,
+    0xeb, 0xc3,
+];
+
+/// A folder with monitors in it; all of them end with it.
+pub struct Rig {
+    pub root: tempfile::TempDir,
+    children: Vec<Child>,
+    pids: Vec<u32>,
+    /// The engine's ends of all carriers.
+    carriers: Vec<(OwnedFd, OwnedFd)>,
+    made: usize,
+}
+
+impl Rig {
+    pub fn new() -> Self {
+        let root = tempfile::tempdir().expect("a folder for the test");
+        Self { root, children: Vec::new(), pids: Vec::new(), carriers: Vec::new(), made: 0 }
+    }
+
+    pub fn folder(&mut self) -> PathBuf {
+        self.made += 1;
+        let dir = self.root.path().join(format!("d{}", self.made));
+        std::fs::create_dir(&dir).expect("a folder");
+        dir
+    }
+
+    /// A probe guest's file, for [`Kernel::image`].
+    pub fn probe(&self, code: &[u8], dirty_mib: u32) -> Kernel {
+        let path = self.root.path().join(format!("probe{dirty_mib}"));
+        let bytes = [&b"DMPROBE1"[..], &dirty_mib.to_le_bytes(), &[0; 4], code].concat();
+        std::fs::write(&path, bytes).expect("the probe's file");
+        Kernel { image: path, initramfs: None, cmdline_extra: String::new() }
+    }
+
+    /// The monitor's ends of a new carrier.
+    pub fn carrier(&mut self) -> [OwnedFd; 2] {
+        let (input, output) = (rustix::pipe::pipe().expect("a pipe"), rustix::pipe::pipe().expect("a pipe"));
+        self.carriers.push((input.1, output.0));
+        [input.0, output.1]
+    }
+
+    /// A monitor without a guest, and its folder.
+    pub fn start(&mut self) -> (PathBuf, Client) {
+        let dir = self.folder();
+        let log = std::fs::File::create(dir.join("monitor.log")).expect("a log");
+        let child = Command::new(std::env::current_exe().expect("this executable"))
+            .args([MONITOR.as_ref(), dir.as_os_str()])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .expect("a monitor");
+        self.children.push(child);
+        let client = connect(&dir);
+        (dir, client)
+    }
+
+    /// A running guest.
+    pub fn boot(&mut self, machine: &Machine, kernel: &Kernel) -> (PathBuf, Client) {
+        let (dir, mut client) = self.start();
+        let [input, output] = self.carrier();
+        client.boot(machine.clone(), kernel.clone(), &[input.as_fd(), output.as_fd()]).expect("a boot");
+        (dir, client)
+    }
+
+    /// A paused guest from a snapshot.
+    pub fn restore(&mut self, machine: &Machine, from: &Path) -> (PathBuf, Client) {
+        let (dir, mut client) = self.start();
+        let [input, output] = self.carrier();
+        let fds = [input.as_fd(), output.as_fd()];
+        client.restore(machine.clone(), from.to_owned(), &fds).expect("a restore");
+        (dir, client)
+    }
+
+    /// Paused children.
+    pub fn fork(&mut self, source: &mut Client, count: usize) -> (Vec<PathBuf>, Forked) {
+        let dirs: Vec<PathBuf> = (0..count).map(|_| self.folder()).collect();
+        let fds: Vec<OwnedFd> = (0..count).flat_map(|_| self.carrier()).collect();
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        let children = dirs.iter().cloned().map(|dir| dormouse_vmm::control::ForkChild { dir }).collect();
+        let forked = source.fork(children, &fds).expect("a fork");
+        self.pids.extend(&forked.pids);
+        (dirs, forked)
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        for pid in self.pids.iter().filter_map(|pid| i32::try_from(*pid).ok()) {
+            if let Some(pid) = rustix::process::Pid::from_raw(pid) {
+                // It may have ended with the test.
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+            }
+        }
+        for child in &mut self.children {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+pub fn connect(dir: &Path) -> Client {
+    let client = Client::connect_within(dir, WAIT).unwrap_or_else(|error| {
+        let mut log = String::new();
+        let file = std::fs::File::open(dir.join("monitor.log"));
+        let _ = file.and_then(|mut file| file.read_to_string(&mut log));
+        panic!("{error}; its log: {log}")
+    });
+    client.set_timeout(Some(WAIT)).expect("a timeout");
+    client
+}
+
+pub fn machine(memory_mib: u32) -> Machine {
+    Machine { vcpus: 1, memory_mib, disks: Vec::new(), cpu_template: None, net: false, huge_pages: true }
+}
+
+/// What the guest wrote to its serial port.
+pub fn serial(dir: &Path) -> String {
+    let bytes = std::fs::read(dir.join("serial.log")).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Waits until `ready` finds what it looks for.
+pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + WAIT;
+    loop {
+        if let Some(found) = ready() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        std::thread::yield_now();
+    }
+}
