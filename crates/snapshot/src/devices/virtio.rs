@@ -299,3 +299,126 @@ impl VsockState {
 fn check(holds: bool, field: &'static str) -> Result<(), VirtioStateError> {
     if holds { Ok(()) } else { Err(VirtioStateError::Field { field }) }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn state(device: DeviceState) -> VirtioState {
+        VirtioState {
+            device_features_select: 1,
+            driver_features_select: 1,
+            queue_select: 2,
+            driver_features: 1 << 32,
+            status: 0xf,
+            needs_reset: false,
+            interrupt_status: 1,
+            config_generation: 7,
+            queues: vec![QueueState { ready: true, desc_table: 0x1000, ..QueueState::fresh(256) }],
+            device,
+        }
+    }
+
+    fn carrier(unsent: Vec<u8>) -> StreamState {
+        StreamState {
+            ports: PortPair { guest: 9, host: 1024 },
+            fwd_cnt: u32::MAX,
+            told_fwd_cnt: 1,
+            tx_cnt: 2,
+            peer_buf_alloc: 3,
+            peer_fwd_cnt: 4,
+            response_owed: true,
+            credit_update_owed: false,
+            guest_sent_all: false,
+            guest_reads_no_more: true,
+            unsent,
+        }
+    }
+
+    fn all() -> Vec<VirtioState> {
+        let vsock = |carrier| VsockState {
+            carrier,
+            resets: vec![PortPair { guest: 80, host: 1 << 30 }],
+            next_host_port: 1 << 30,
+        };
+        [
+            DeviceState::Net(NetState { mac: [2, 0, 0, 0, 0, 1] }),
+            DeviceState::Block(BlockState {
+                disk_bytes: 512,
+                read_only: true,
+                discards: false,
+                serial: [7; 20],
+            }),
+            DeviceState::Rng,
+            DeviceState::Balloon(BalloonState { target_pages: 5, actual_pages: 6 }),
+            DeviceState::Vsock(vsock(None)),
+            DeviceState::Vsock(vsock(Some(carrier(vec![1; VSOCK_UNSENT_BYTES_MAX])))),
+        ]
+        .map(state)
+        .into()
+    }
+
+    #[test]
+    fn what_is_encoded_is_decoded() {
+        for state in all() {
+            let bytes = state.encode().unwrap();
+            assert!(bytes.len() <= VIRTIO_BYTES_MAX);
+            assert_eq!(VirtioState::decode(&bytes), Ok(state));
+        }
+    }
+
+    #[test]
+    fn what_does_not_describe_a_device_is_refused() {
+        let refused = |change: &dyn Fn(&mut VirtioState)| {
+            let mut state = state(DeviceState::Rng);
+            change(&mut state);
+            matches!(VirtioState::decode(&state.encode().unwrap()), Err(VirtioStateError::Field { .. }))
+        };
+        assert!(!refused(&|_| {}));
+        assert!(refused(&|state| state.status = 0x40));
+        assert!(refused(&|state| state.interrupt_status = 4));
+        assert!(refused(&|state| state.queues.clear()));
+        assert!(refused(&|state| state.queues = vec![QueueState::fresh(8); QUEUES_MAX + 1]));
+        assert!(refused(&|state| state.queues[0].size_max = 2048));
+        assert!(refused(&|state| state.queues[0].size = 0));
+        assert!(refused(&|state| state.queues[0].size = 512));
+        assert!(refused(&|state| state.queues[0].used_ring = 2));
+        assert!(refused(&|state| {
+            let serial = [0; 20];
+            state.device =
+                DeviceState::Block(BlockState { disk_bytes: 1, read_only: false, discards: false, serial });
+        }));
+        assert!(refused(&|state| {
+            let carrier = Some(carrier(vec![0; VSOCK_UNSENT_BYTES_MAX + 1]));
+            state.device = DeviceState::Vsock(VsockState { carrier, resets: Vec::new(), next_host_port: 0 });
+        }));
+        assert!(refused(&|state| {
+            let resets = vec![PortPair { guest: 1, host: 1 }; VSOCK_RESETS_MAX + 1];
+            state.device = DeviceState::Vsock(VsockState { carrier: None, resets, next_host_port: 0 });
+        }));
+        let long = vec![0; VIRTIO_BYTES_MAX + 1];
+        assert!(matches!(VirtioState::decode(&long), Err(VirtioStateError::TooLong { .. })));
+    }
+
+    proptest! {
+        #[test]
+        fn damage_is_an_error_or_another_valid_state(
+            which in 0..5_usize, changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..5),
+            cut in prop::option::of(any::<prop::sample::Index>()),
+        ) {
+            let mut bytes = all()[which].encode().unwrap();
+            for (at, byte) in changes {
+                let at = at.index(bytes.len());
+                bytes[at] = byte;
+            }
+            if let Some(cut) = cut {
+                bytes.truncate(cut.index(bytes.len()));
+            }
+            if let Ok(state) = VirtioState::decode(&bytes) {
+                prop_assert_eq!(VirtioState::decode(&state.encode().unwrap()), Ok(state));
+            }
+        }
+    }
+}
