@@ -112,7 +112,8 @@ impl Guest {
         let disks = Disks::open(&machine.disks, None, &host.dir).map_err(GuestError::Layer)?;
         let dir = host.dir.clone();
         let endpoints = devices::make(&machine, &disks, host, &memory).map_err(GuestError::Devices)?;
-        let wired = wire(kvm, &machine, &memory, &endpoints, &dir, None)?;
+        let (vm, fds) = make_vm(kvm, &machine, &memory)?;
+        let wired = wire(vm, fds, &endpoints, &dir, None)?;
         let cpuid = cpuid::supported(kvm, template).map_err(GuestError::Vm)?;
         load(kernel, &cpuid, &memory, endpoints.len(), &wired.fds)?;
         let msrs = state::msr_indices(kvm).map_err(GuestError::State)?.into();
@@ -148,15 +149,17 @@ impl Guest {
         let dir = host.dir.clone();
         let endpoints =
             devices::restore(&machine, &disks, host, &memory, &saved.virtio).map_err(GuestError::Devices)?;
-        let wired = wire(kvm, &machine, &memory, &endpoints, &dir, Some(&saved.platform))?;
-        state::restore_vm(wired.vm.fd(), &saved.platform.vm).map_err(GuestError::State)?;
+        let (vm, fds) = make_vm(kvm, &machine, &memory)?;
         let expected = saved.platform.vcpus.len();
-        if expected != wired.fds.len() {
-            return Err(GuestError::State(StateError::VcpuCount { given: wired.fds.len(), saved: expected }));
+        if expected != fds.len() {
+            return Err(GuestError::State(StateError::VcpuCount { given: fds.len(), saved: expected }));
         }
-        for (id, (fd, saved)) in wired.fds.iter().zip(&saved.platform.vcpus).enumerate() {
+        for (id, (fd, saved)) in fds.iter().zip(&saved.platform.vcpus).enumerate() {
             state::restore_vcpu(fd, id, saved).map_err(GuestError::State)?;
         }
+        state::restore_vm(vm.fd(), &saved.platform.vm).map_err(GuestError::State)?;
+        // The lines last: an interrupt that is raised anew goes to the controllers as they were saved.
+        let wired = wire(vm, fds, &endpoints, &dir, Some(&saved.platform))?;
         let mut guest = Self::start(wired, Contents { machine, memory, base, disks, endpoints, msrs })?;
         guest.stale = true;
         Ok(guest)
@@ -327,16 +330,20 @@ fn check_inventory(machine: &Machine, inventory: &Inventory) -> Result<(), Guest
     Ok(())
 }
 
-/// Makes the VM and connects the devices to it.
+fn make_vm(kvm: &Kvm, machine: &Machine, memory: &GuestMemory) -> Result<(Vm, Vec<VcpuFd>), GuestError> {
+    let vm = Vm::new(kvm, memory.clone()).map_err(GuestError::Vm)?;
+    let fds = vm.create_vcpus(machine.vcpus.into()).map_err(GuestError::Vm)?;
+    Ok((vm, fds))
+}
+
+/// Connects the devices to the VM.
 fn wire(
-    kvm: &Kvm,
-    machine: &Machine,
-    memory: &GuestMemory,
+    vm: Vm,
+    fds: Vec<VcpuFd>,
     endpoints: &[Endpoint],
     dir: &Path,
     saved: Option<&MachineState>,
 ) -> Result<Wired, GuestError> {
-    let vm = Vm::new(kvm, memory.clone()).map_err(GuestError::Vm)?;
     let (mut mmio, mut ports) = (Bus::new(), Bus::new());
     for (slot, endpoint) in endpoints.iter().enumerate() {
         connect(&vm, &mut mmio, slot, endpoint)?;
@@ -348,7 +355,6 @@ fn wire(
     ports.insert(layout::COM1_BASE.into(), 8, serial.clone()).map_err(GuestError::Bus)?;
     let power_state = saved.map_or_else(PowerState::default, |saved| saved.power);
     let power = power::attach(&mut ports, &ending, power_state).map_err(GuestError::Bus)?;
-    let fds = vm.create_vcpus(machine.vcpus.into()).map_err(GuestError::Vm)?;
     Ok(Wired { vm, fds, ending, serial, power, mmio, ports })
 }
 

@@ -3,6 +3,7 @@
 //! No harness: this executable is the monitor, too, and a monitor forks, which a harness's threads would not survive.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod live;
 mod rig;
 
 use std::path::Path;
@@ -42,6 +43,12 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
         };
+    }
+    if let [mode, rest @ ..] = &args[..]
+        && mode == "live"
+    {
+        live::live(rest);
+        return ExitCode::SUCCESS;
     }
     if !Path::new("/dev/kvm").exists() {
         println!("no /dev/kvm: the monitor's tests cannot run here");

@@ -1,0 +1,114 @@
+//! With a real kernel, where KVM can run one: `monitor live KERNEL INITRAMFS DISK [CMDLINE]`.
+//!
+//! The guest's init writes, reads and checks a file on the disk and 64 MiB of memory, and writes `tick N …` to the
+//! serial port again and again, or `FAIL` and why.
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use dormouse_vmm::control::{Client, Disk, Kernel, Machine};
+
+use crate::rig::{Rig, connect, serial, wait_for};
+
+fn ticks(dir: &Path) -> usize {
+    let text = serial(dir);
+    assert!(!text.contains("FAIL"), "{}: {text}", dir.display());
+    assert!(!dir.join("exit.json").exists(), "{}: {text}", dir.display());
+    text.matches("\ntick ").count()
+}
+
+/// The guest does something, at least so often.
+fn goes_on(dir: &Path, times: usize) {
+    let before = ticks(dir);
+    wait_for("the guest to go on", || (ticks(dir) >= before + times).then_some(()));
+}
+
+fn ms(since: Instant) -> f64 {
+    since.elapsed().as_secs_f64() * 1e3
+}
+
+fn resumed(what: &str, dir: &Path) -> Client {
+    let mut client = connect(dir);
+    let since = Instant::now();
+    let before = serial(dir).len();
+    client.resume().expect("a resume");
+    wait_for("a first sign of life", || (serial(dir).len() > before).then_some(()));
+    println!("{what}: first sign of life {:.1} ms after resume", ms(since));
+    client
+}
+
+pub fn live(args: &[String]) {
+    let [kernel, initramfs, disk, rest @ ..] = args else { panic!("KERNEL INITRAMFS DISK [CMDLINE]") };
+    let kernel =
+        Kernel { image: kernel.into(), initramfs: Some(initramfs.into()), cmdline_extra: rest.join(" ") };
+    let disks = vec![Disk { layers: vec![PathBuf::from(disk)], read_only: false }];
+    let machine =
+        Machine { vcpus: 2, memory_mib: 256, disks, cpu_template: None, net: false, huge_pages: true };
+    let mut rig = Rig::new();
+    let since = Instant::now();
+    let (dir, mut client) = rig.boot(&machine, &kernel);
+    goes_on(&dir, 3);
+    println!("boot to the third tick: {:.0} ms", ms(since));
+    for _ in 0..5 {
+        let since = Instant::now();
+        client.pause().expect("a pause");
+        println!("pause: {:.2} ms", ms(since));
+        client.resume().expect("a resume");
+        goes_on(&dir, 1);
+    }
+    fork_and_fork_again(&mut rig, &dir, &mut client);
+    let first = rig.folder();
+    let since = Instant::now();
+    let done = client.checkpoint(first.clone(), false).expect("a checkpoint");
+    println!(
+        "checkpoint: stopped {} us, {} KiB, all {:.0} ms",
+        done.stopped_us,
+        done.memory_bytes >> 10,
+        ms(since)
+    );
+    goes_on(&dir, 2);
+    chain(&mut rig, &machine, first);
+    goes_on(&dir, 2);
+    println!("live: all passed");
+}
+
+fn fork_and_fork_again(rig: &mut Rig, dir: &Path, client: &mut Client) {
+    for count in [1, 1, 4] {
+        let since = Instant::now();
+        let (children, forked) = rig.fork(client, count);
+        println!("fork of {count}: stopped {} us, answered after {:.1} ms", forked.stopped_us, ms(since));
+        let mut clients: Vec<Client> = children.iter().map(|child| resumed("fork", child)).collect();
+        for child in &children {
+            goes_on(child, 2);
+        }
+        goes_on(dir, 2);
+        let (grandchildren, _) = rig.fork(&mut clients[0], 1);
+        let mut grandchild = resumed("fork of a fork", &grandchildren[0]);
+        goes_on(&grandchildren[0], 2);
+        goes_on(&children[0], 2);
+        grandchild.stop().expect("a stop");
+        for client in &mut clients {
+            client.stop().expect("a stop");
+        }
+    }
+}
+
+/// Restore, go on, checkpoint, restore that…
+fn chain(rig: &mut Rig, machine: &Machine, mut from: PathBuf) {
+    for generation in 1..=4 {
+        let since = Instant::now();
+        let (dir, mut client) = rig.restore(machine, &from);
+        println!("restore {generation}: {:.1} ms", ms(since));
+        drop(resumed("restore", &dir));
+        goes_on(&dir, 3);
+        from = rig.folder();
+        let since = Instant::now();
+        let done = client.checkpoint(from.clone(), generation % 2 == 0).expect("a checkpoint");
+        let (stopped, kib) = (done.stopped_us, done.memory_bytes >> 10);
+        println!("checkpoint {generation}: stopped {stopped} us, {kib} KiB new, all {:.0} ms", ms(since));
+        if generation % 2 == 1 {
+            goes_on(&dir, 2);
+        }
+        client.stop().expect("a stop");
+    }
+}
