@@ -231,7 +231,12 @@ impl Driver {
     /// What the device thread would do: until nothing is left to do.
     pub fn run(&self) {
         // More rounds than any test's work takes: a device that never comes to rest fails here.
-        for _ in 0..10_000 {
+        assert!(self.run_rounds(10_000), "the device does not come to rest");
+    }
+
+    /// The same for so many rounds at most; whether the device came to rest.
+    pub fn run_rounds(&self, rounds: usize) -> bool {
+        for _ in 0..rounds {
             let fds = self.endpoint.queue_fds();
             let ready: Vec<usize> = (0..fds.len()).filter(|at| fds[*at].read().is_ok()).collect();
             for index in &ready {
@@ -242,10 +247,10 @@ impl Driver {
                 self.endpoint.backend_event();
             }
             if ready.is_empty() && !backend {
-                return;
+                return true;
             }
         }
-        panic!("the device does not come to rest");
+        false
     }
 
     /// The next finished request: its head, the bytes written, and what is in its writable buffers.
@@ -281,6 +286,12 @@ impl Driver {
         let (used, bytes, content) = self.used(queue).expect("the request was answered");
         assert_eq!(used, head);
         (bytes, content)
+    }
+
+    /// Queues that were set up.
+    #[must_use]
+    pub fn queues(&self) -> usize {
+        self.rings.len()
     }
 
     /// Free descriptors of a queue.
