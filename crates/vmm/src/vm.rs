@@ -29,7 +29,6 @@ const CAPABILITIES: &[(Cap, &str)] = &[
     (Cap::MpState, "MP state"),
     (Cap::VcpuEvents, "vCPU events"),
     (Cap::Debugregs, "debug registers"),
-    (Cap::Xcrs, "XCRs"),
     (Cap::Xsave, "XSAVE"),
     (Cap::AdjustClock, "clock"),
 ];

@@ -12,9 +12,8 @@ use dormouse_snapshot::devices::x86::{IRQCHIPS, VcpuState, VmState};
 use kvm_bindings::{
     KVM_CLOCK_REALTIME, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE,
     KVM_MAX_CPUID_ENTRIES, KVM_MAX_MSR_ENTRIES, KVM_VCPUEVENT_VALID_NMI_PENDING, KVM_VCPUEVENT_VALID_SHADOW,
-    KVM_VCPUEVENT_VALID_SIPI_VECTOR, KVM_VCPUEVENT_VALID_SMM, Msrs, kvm_clock_data, kvm_debugregs,
-    kvm_irqchip, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_pit_state2, kvm_vcpu_events, kvm_xcr,
-    kvm_xcrs, kvm_xsave,
+    KVM_VCPUEVENT_VALID_SMM, Msrs, kvm_clock_data, kvm_debugregs, kvm_irqchip, kvm_lapic_state, kvm_mp_state,
+    kvm_msr_entry, kvm_pit_state2, kvm_vcpu_events, kvm_xcr, kvm_xcrs, kvm_xsave,
 };
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use vmm_sys_util::errno;
@@ -30,7 +29,14 @@ const TSC_TOLERANCE_PPM: u64 = 250;
 
 const CHIPS: [u32; IRQCHIPS] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC];
 
-/// The MSRs that KVM says must be saved; asked once per process and used for every vCPU.
+/// The MSRs to save of vCPUs like `fd`, whose CPUID is set: those that can be read. To be asked once and kept: one that
+/// cannot be read costs a system call of its own at each capture.
+pub fn probe_msrs(kvm: &Kvm, fd: &VcpuFd) -> Result<Vec<u32>, StateError> {
+    let readable = capture_msrs(fd, 0, &msr_indices(kvm)?)?;
+    Ok(readable.into_iter().map(|(index, _)| index).collect())
+}
+
+/// The MSRs that KVM says must be saved; some of them may not be there for a certain vCPU.
 pub fn msr_indices(kvm: &Kvm) -> Result<Vec<u32>, StateError> {
     let list = kvm
         .get_msr_index_list()
@@ -105,12 +111,8 @@ pub fn restore_vcpu(fd: &VcpuFd, id: usize, saved: &VcpuState) -> Result<(), Sta
     fd.set_lapic(&lapic).map_err(write("local APIC"))?;
     restore_msrs(fd, id, &saved.msrs)?;
     let mut events: kvm_vcpu_events = structure(&saved.events, "events")?;
-    // All that was read is valid, and nothing that this KVM does not know: flags decide what KVM takes.
-    events.flags &= KVM_VCPUEVENT_VALID_NMI_PENDING
-        | KVM_VCPUEVENT_VALID_SIPI_VECTOR
-        | KVM_VCPUEVENT_VALID_SHADOW
-        | KVM_VCPUEVENT_VALID_SMM;
-    events.flags |= KVM_VCPUEVENT_VALID_NMI_PENDING | KVM_VCPUEVENT_VALID_SIPI_VECTOR;
+    // The flags tell KVM which parts to take. Not the SIPI vector: KVM never reports it.
+    events.flags &= KVM_VCPUEVENT_VALID_NMI_PENDING | KVM_VCPUEVENT_VALID_SHADOW | KVM_VCPUEVENT_VALID_SMM;
     fd.set_vcpu_events(&events).map_err(write("events"))?;
     fd.set_mp_state(kvm_mp_state { mp_state: saved.mp_state }).map_err(write("MP state"))
 }
@@ -123,7 +125,10 @@ fn restore_fpu(fd: &VcpuFd, id: usize, saved: &VcpuState) -> Result<(), StateErr
         *to = kvm_xcr { xcr: *xcr, value: *value, ..Default::default() };
         xcrs.nr_xcrs += 1;
     }
-    fd.set_xcrs(&xcrs).map_err(write("XCRs"))?;
+    // A host without XSAVE has none, and refuses to be given none.
+    if xcrs.nr_xcrs > 0 {
+        fd.set_xcrs(&xcrs).map_err(write("XCRs"))?;
+    }
     let mut xsave = kvm_xsave::new_zeroed();
     xsave.region = structure(&saved.xsave, "FPU state")?;
     // SAFETY: the kernel reads more than `region` only for features that a process must ask for by arch_prctl(2)
