@@ -21,6 +21,8 @@ const PACKAGES: &[&str] = &[
     "procps",
     "python3",
     "python3-venv",
+    // Another monitor to compare with, in the same lab.
+    "qemu-system-x86",
     "strace",
     "util-linux",
 ];
@@ -77,6 +79,12 @@ pub fn ensure() -> anyhow::Result<LabImage> {
         return Ok(found);
     }
     std::fs::create_dir_all(dir()).with_context(|| format!("cannot make {}", dir().display()))?;
+    // Two commands at a time would sweep each other's unfinished files.
+    let lock = std::fs::File::create(dir().join("lock"))?;
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive)?;
+    if let Some(found) = find() {
+        return Ok(found);
+    }
     let mut tell = |line: &str| eprintln!("  lab: {line}");
     let kernel = fetch_kernel(&dir().join("kernel"), &mut tell).context("cannot get the lab's kernel")?;
     let (images, _) = Images::open(&dir().join("images"))?;
