@@ -27,7 +27,11 @@ const EXT4_UUID_AT: u64 = 1024 + 0x68;
 
 /// The files that a boot needs.
 pub(super) fn kernel(layout: &Layout) -> Result<Kernel, Failure> {
-    let dir = layout.guest();
+    let (image, initramfs) = files(&layout.guest())?;
+    Ok(Kernel { image, initramfs: Some(initramfs), cmdline_extra: String::new() })
+}
+
+pub(super) fn files(dir: &Path) -> Result<(PathBuf, PathBuf), Failure> {
     let missing = |what: &str| Failure::Missing {
         what: format!("{what} in {}", dir.display()),
         mend: SETUP.to_owned(),
@@ -38,7 +42,7 @@ pub(super) fn kernel(layout: &Layout) -> Result<Kernel, Failure> {
     if !initramfs.is_file() {
         return Err(missing(&format!("the guest's {INITRAMFS}")));
     }
-    Ok(Kernel { image, initramfs: Some(initramfs), cmdline_extra: String::new() })
+    Ok((image, initramfs))
 }
 
 /// A root disk, told apart from another one of the same name.

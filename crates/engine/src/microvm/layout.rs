@@ -19,6 +19,9 @@ use dormouse_types::{RuntimeId, SandboxId};
 use crate::common::{group_parent, io_failure};
 use crate::error::Failure;
 
+/// Below the data folder.
+pub(super) const GUEST: &str = "guest";
+
 #[derive(Debug, Clone)]
 pub(super) struct Layout {
     data_dir: PathBuf,
@@ -73,7 +76,7 @@ impl Layout {
     }
 
     pub fn guest(&self) -> PathBuf {
-        self.data_dir.join("guest")
+        self.data_dir.join(GUEST)
     }
 
     /// Where published root file systems lie, by id.

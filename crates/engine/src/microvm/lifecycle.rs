@@ -285,7 +285,7 @@ struct Newborn {
 impl Newborn {
     /// Its monitor exists, paused.
     fn live(&self, pid: u32) -> Result<(), Failure> {
-        self.runtime.know(pid)?;
+        self.runtime.know_forked(pid)?;
         let ends = self.pipes.for_keeper().map(AsFd::as_fd);
         self.keeper.attach(self.generation, Session::New, self.egress.clone(), ends)?;
         resume(&self.runtime)

@@ -42,6 +42,8 @@ use crate::model::{
 use crate::{Engine, host as any_host};
 pub use host::{Kvm, Unusable};
 use layout::Layout;
+#[cfg(test)]
+use runtime::Meta;
 use runtime::{Runtime, WORK_WAIT};
 
 /// Of what a monitor writes into a snapshot: one with another number cannot be restored.
@@ -104,6 +106,11 @@ impl Microvm {
             platform: host::platform(),
             cpu_features: any_host::cpu_features(),
         })))
+    }
+
+    /// The guest's kernel and initramfs, or what is missing of them and what mends that.
+    pub fn guest_files(data_dir: &Path) -> Result<(PathBuf, PathBuf), Failure> {
+        guest::files(&data_dir.join(layout::GUEST))
     }
 
     /// `None`: there are no usable cgroups, and limits are not enforced.

@@ -14,7 +14,7 @@ use std::time::Duration;
 use dormouse_sys::cgroup::{Group, Limits};
 use dormouse_sys::process::{self, Identity, PidFd};
 use dormouse_types::{RuntimeId, Shape};
-use dormouse_vmm::control::{Client, ClientError, EXIT_FILE, Exit, PROTOCOL_VERSION, State};
+use dormouse_vmm::control::{Client, ClientError, EXIT_FILE, Exit, PROTOCOL_VERSION, SOCKET, State};
 use serde::{Deserialize, Serialize};
 
 use super::guest::Disk;
@@ -153,7 +153,7 @@ impl Runtime {
     }
 
     /// Writes down which process it is, and gives it its group.
-    pub fn know(&self, pid: u32) -> Result<(), Failure> {
+    fn know(&self, pid: u32) -> Result<(), Failure> {
         let identity = Identity::of(pid);
         let ended = || Failure::Monitor { why: format!("ended at once: {}", self.why_ended()) };
         let identity = identity.ok_or_else(ended)?;
@@ -162,6 +162,28 @@ impl Runtime {
             group.add(pid).map_err(io_failure("put the monitor into the group of", &self.dir))?;
         }
         Ok(())
+    }
+
+    /// The same for one that a fork made. `told`: what its source says; the kernel knows better.
+    pub fn know_forked(&self, told: u32) -> Result<(), Failure> {
+        let pid = self.listener().or(Some(told).filter(|pid| self.is_monitor(*pid)));
+        let unknown =
+            || Failure::Monitor { why: format!("made a process {told} that is none of its copies") };
+        self.know(pid.ok_or_else(unknown)?)
+    }
+
+    /// The process that listens on its socket.
+    fn listener(&self) -> Option<u32> {
+        let stream = dormouse_sys::unix::connect(&self.dir, SOCKET).ok()?;
+        let pid = rustix::net::sockopt::socket_peercred(&stream).ok()?.pid;
+        u32::try_from(pid.as_raw_nonzero().get()).ok().filter(|pid| self.is_monitor(*pid))
+    }
+
+    /// Whether the process was started as a monitor in this data folder: nothing that a monitor says leads
+    /// to the end of anything else.
+    fn is_monitor(&self, pid: u32) -> bool {
+        let Some(own) = self.dir.parent().and_then(Path::parent) else { return false };
+        process::arguments(pid).iter().any(|argument| Path::new(argument).starts_with(own))
     }
 
     /// No limit of memory: what the guest can have is what it was given, and after a fork the pages that
@@ -232,12 +254,7 @@ impl Runtime {
         match self.meta()?.process {
             Some(Process(identity)) => identity.open(),
             // Made by a fork whose daemon died before it wrote down what it made.
-            None => {
-                let mut client = Client::connect(&self.dir).ok()?;
-                client.set_timeout(Some(ANSWER_WAIT)).ok()?;
-                let (_, pid) = client.hello().ok()?;
-                Identity::of(pid)?.open()
-            }
+            None => Identity::of(self.listener()?)?.open(),
         }
     }
 

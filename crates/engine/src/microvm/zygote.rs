@@ -43,7 +43,7 @@ impl Zygotes {
         self.all().values().any(|zygote| zygote.runtime.id == *id)
     }
 
-    fn ready(&self, snapshot: &Path) -> Option<Runtime> {
+    pub fn ready(&self, snapshot: &Path) -> Option<Runtime> {
         let all = self.all();
         let zygote = all.get(snapshot).filter(|zygote| zygote.pipes.is_some())?;
         Some(zygote.runtime.clone())
