@@ -9,19 +9,27 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 /// Version 1 of control groups, which gVisor offers.
-const GROUP: &str = "/sys/fs/cgroup/pids/user";
+const GROUP_V1: &str = "/sys/fs/cgroup/pids/user";
+/// Version 2, which a microVM's kernel has.
+const GROUP_V2: &str = "/sys/fs/cgroup/user";
+const CONTROLLERS_V2: &str = "/sys/fs/cgroup/cgroup.controllers";
+const SUBTREE_V2: &str = "/sys/fs/cgroup/cgroup.subtree_control";
 
 static PROCS: OnceLock<CString> = OnceLock::new();
 
 /// Makes the group, or gives the one there is another limit.
 pub fn set_processes_max(max: u32) -> io::Result<()> {
-    let group = Path::new(GROUP);
+    let is_v2 = Path::new(CONTROLLERS_V2).exists();
+    let group = Path::new(if is_v2 { GROUP_V2 } else { GROUP_V1 });
+    if is_v2 {
+        std::fs::write(SUBTREE_V2, "+pids")?;
+    }
     match std::fs::create_dir(group) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
     std::fs::write(group.join("pids.max"), max.to_string())?;
-    let procs = CString::new(format!("{GROUP}/cgroup.procs")).map_err(io::Error::other)?;
+    let procs = CString::new(format!("{}/cgroup.procs", group.display())).map_err(io::Error::other)?;
     // Set by an earlier wake: the path is the same.
     let _ = PROCS.set(procs);
     Ok(())

@@ -2,8 +2,9 @@
 
 use std::ffi::OsString;
 use std::os::fd::AsFd;
+use std::os::unix::process::CommandExt as _;
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 
 use dormouse_wire::local;
 use tokio::net::UnixStream;
@@ -28,6 +29,11 @@ const FORWARDED: [SignalKind; 8] = [
 
 /// Runs the command line of `sudo`; the exit code is the command's.
 pub async fn run(given: &[OsString]) -> ExitCode {
+    if super::real_works() {
+        let error = Command::new(super::REAL).args(given).exec();
+        eprintln!("sudo: cannot execute {}: {error}", super::REAL);
+        return ExitCode::from(FAILED);
+    }
     let words: Option<Vec<String>> = given.iter().map(|word| word.to_str().map(str::to_owned)).collect();
     let called = match words {
         Some(words) => call(&words).await,

@@ -11,6 +11,9 @@
 //!                 ── Signal (forwarded) ──>
 //! ```
 //!
+//! On a kernel of its own (a microVM) the real one works and is what the name leads to in the end; an image
+//! that has none is still served by the agent.
+//!
 //! Known difference: the command has a session of its own, so a shell started by it has no job control.
 
 mod args;
@@ -26,6 +29,18 @@ const SOCKET_DIR: &str = crate::awake::RUN_DIR;
 const SOCKET: &str = "sudo.sock";
 /// The name that leads here.
 pub const NAME: &str = "sudo";
+/// The image's own, which needs a kernel that honours setuid bits.
+const REAL: &str = "/usr/bin/sudo";
+
+/// True where the real `sudo` can do its work.
+fn real_works() -> bool {
+    use std::os::unix::fs::MetadataExt as _;
+    const SETUID: u32 = 0o4000;
+    let honoured = !rustix::thread::no_new_privs().unwrap_or(true);
+    honoured
+        && std::fs::metadata(REAL)
+            .is_ok_and(|file| file.is_file() && file.uid() == 0 && file.mode() & SETUID != 0)
+}
 
 /// What the caller wants run; its standard descriptors travel beside it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
