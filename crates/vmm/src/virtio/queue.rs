@@ -151,6 +151,8 @@ impl Iterator for Pieces<'_> {
 /// One split virtqueue.
 pub struct VirtQueue {
     inner: Queue,
+    /// Up to where the guest was, or did not want to be, interrupted. Not saved: nothing is pushed without `signal`.
+    signalled: u16,
 }
 
 impl VirtQueue {
@@ -168,7 +170,7 @@ impl VirtQueue {
             used_ring: state.used_ring,
         })
         .map_err(|_| QueueError::State)?;
-        Ok(Self { inner })
+        Ok(Self { signalled: inner.next_used(), inner })
     }
 
     #[must_use]
@@ -235,24 +237,71 @@ impl VirtQueue {
 
     /// Hands a request back to the guest, `bytes` of it written.
     pub fn push_used(&mut self, memory: &GuestMemory, chain: &Chain, bytes: u32) -> Result<(), QueueError> {
-        self.inner.add_used(memory, chain.head, bytes).map_err(|_| QueueError::RingsOutsideMemory)
+        self.write_used(memory, 0, chain, bytes)?;
+        self.publish_used(memory, 1)
     }
 
-    /// Interrupts the guest if it wants to know of what was pushed.
+    /// Hands several back at once: the guest sees all of them or none.
+    pub fn push_used_all(&mut self, memory: &GuestMemory, used: &[(Chain, u32)]) -> Result<(), QueueError> {
+        let mut count = 0;
+        for (chain, bytes) in used {
+            self.write_used(memory, count, chain, *bytes)?;
+            count += 1;
+        }
+        self.publish_used(memory, count)
+    }
+
+    /// `virtio-queue` can only publish one at a time, so the used ring is written here (VIRTIO 1.2, 2.7.8).
+    fn write_used(
+        &self,
+        memory: &GuestMemory,
+        ahead: u16,
+        chain: &Chain,
+        bytes: u32,
+    ) -> Result<(), QueueError> {
+        let index = self.inner.next_used().wrapping_add(ahead) % self.inner.size();
+        let mut element = [0; 8];
+        element[..4].copy_from_slice(&u32::from(chain.head).to_le_bytes());
+        element[4..].copy_from_slice(&bytes.to_le_bytes());
+        let address = self.used_address(4 + u64::from(index) * 8)?;
+        memory.write_slice(&element, address).map_err(|_| QueueError::RingsOutsideMemory)
+    }
+
+    fn publish_used(&mut self, memory: &GuestMemory, count: u16) -> Result<(), QueueError> {
+        let next = self.inner.next_used().wrapping_add(count);
+        self.inner.set_next_used(next);
+        let address = self.used_address(2)?;
+        memory.store(next.to_le(), address, Ordering::Release).map_err(|_| QueueError::RingsOutsideMemory)
+    }
+
+    fn used_address(&self, offset: u64) -> Result<GuestAddress, QueueError> {
+        let base = GuestAddress(self.inner.used_ring());
+        base.checked_add(offset).ok_or(QueueError::RingsOutsideMemory)
+    }
+
+    /// Interrupts the guest if it wants to know of what was pushed since the last call.
     pub fn signal(&mut self, memory: &GuestMemory, interrupt: &Interrupt) -> Result<(), QueueError> {
-        let outside = |_| QueueError::RingsOutsideMemory;
+        let (old, new) = (self.signalled, self.inner.next_used());
+        self.signalled = new;
+        // What was pushed must be visible before the guest's wish is read: it may just be turning it on.
+        std::sync::atomic::fence(Ordering::SeqCst);
         let wanted = if self.inner.event_idx_enabled() {
-            self.inner.needs_notification(memory).map_err(|_| QueueError::RingsOutsideMemory)?
+            // Whether the entry that the guest waits for is among the new ones.
+            let event = self.load_avail(memory, 4 + u64::from(self.inner.size()) * 2)?;
+            new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
         } else {
-            // What was pushed must be visible before the guest's wish is read: it may just be turning it on.
-            std::sync::atomic::fence(Ordering::SeqCst);
-            let flags = GuestAddress(self.inner.avail_ring());
-            let flags = memory.load::<u16>(flags, Ordering::Relaxed).map_err(outside)?;
-            u32::from(u16::from_le(flags)) & VRING_AVAIL_F_NO_INTERRUPT == 0
+            u32::from(self.load_avail(memory, 0)?) & VRING_AVAIL_F_NO_INTERRUPT == 0
         };
         if wanted {
             interrupt.queues_used();
         }
         Ok(())
+    }
+
+    fn load_avail(&self, memory: &GuestMemory, offset: u64) -> Result<u16, QueueError> {
+        let address = GuestAddress(self.inner.avail_ring()).checked_add(offset);
+        let address = address.ok_or(QueueError::RingsOutsideMemory)?;
+        let value = memory.load::<u16>(address, Ordering::Relaxed);
+        value.map(u16::from_le).map_err(|_| QueueError::RingsOutsideMemory)
     }
 }

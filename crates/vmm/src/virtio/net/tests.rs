@@ -1,5 +1,7 @@
 //! A network card as a guest sees it; a pair of packet sockets stands for the tap.
 
+use std::cell::Cell;
+
 use dormouse_snapshot::devices::virtio::VirtioState;
 use proptest::prelude::*;
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
@@ -20,11 +22,95 @@ fn tap() -> (OwnedFd, OwnedFd) {
     socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
 }
 
+/// A tap with bare frames, and a guest without mergeable buffers.
 fn bench() -> Bench {
     let (tap, wire) = tap();
+    bench_of(Net::new(tap, MAC).unwrap(), wire, !MERGEABLE)
+}
+
+fn bench_of(net: Net, wire: OwnedFd, features: u64) -> Bench {
     let memory = memory();
-    let endpoint = Endpoint::new(Box::new(Net::new(tap, MAC).unwrap()), memory.clone()).unwrap();
-    Bench { driver: Driver::boot(endpoint, memory, u64::MAX), wire }
+    let endpoint = Endpoint::new(Box::new(net), memory.clone()).unwrap();
+    Bench { driver: Driver::boot(endpoint, memory, features), wire }
+}
+
+thread_local! {
+    /// What the tap with headers was told last.
+    static OFFLOADS_SET: Cell<Option<u32>> = const { Cell::new(None) };
+}
+
+/// A tap with headers, and a guest that takes `features`.
+fn bench_with_headers(features: u64) -> Bench {
+    let (tap, wire) = tap();
+    let set: SetOffloads = |_, offloads| {
+        OFFLOADS_SET.set(Some(offloads));
+        Ok(())
+    };
+    bench_of(Net::with(tap, Some(set), MAC).unwrap(), wire, features)
+}
+
+#[test]
+fn with_headers_large_frames_pass_both_ways_and_the_tap_knows_what_the_guest_takes() {
+    let mut bench = bench_with_headers(u64::MAX);
+    assert_eq!(OFFLOADS_SET.get(), Some(tap::OFFLOAD_CSUM | tap::OFFLOAD_TSO4 | tap::OFFLOAD_TSO6));
+    let frame: Vec<u8> = (0..60_000_u32).map(|at| u8::try_from(at % 251).unwrap()).collect();
+    let header = [1, 1, 34, 0, 0x78, 5, 14, 0, 16, 0, 0, 0];
+    bench.refill(60);
+    bench.arrive(&[&header[..], &frame].concat());
+    // One frame in many buffers: the first tells how many.
+    let mut got = Vec::new();
+    let mut buffers = 0_u16;
+    while let Some((_, bytes, content)) = bench.driver.used(RECEIVE) {
+        got.extend_from_slice(&content[..bytes as usize]);
+        buffers += 1;
+    }
+    assert!(buffers > 30);
+    assert_eq!(got[..NUM_BUFFERS_OFFSET], header[..NUM_BUFFERS_OFFSET]);
+    assert_eq!(got[NUM_BUFFERS_OFFSET..HEADER_BYTES], buffers.to_le_bytes());
+    assert!(got[HEADER_BYTES..] == frame);
+    bench.driver.request(TRANSMIT, &[Buffer::Out(header.to_vec()), Buffer::Out(frame.clone())]);
+    assert!(bench.on_wire().unwrap() == [&header[..], &frame].concat());
+}
+
+#[test]
+fn a_frame_waits_whole_until_there_are_buffers_for_all_of_it() {
+    for event_idx in [0, 1 << 29] {
+        let mut bench = bench_with_headers(1 << 32 | MERGEABLE | event_idx);
+        bench.arrive(&[9; HEADER_BYTES + 10_000]);
+        for _ in 0..6 {
+            bench.refill(1);
+            assert!(bench.driver.used(RECEIVE).is_none());
+        }
+        bench.refill(1);
+        assert!(bench.driver.interrupted());
+        let buffers = std::iter::from_fn(|| bench.driver.used(RECEIVE)).count();
+        assert_eq!(buffers, 7);
+        bench.arrive(&[8; HEADER_BYTES + 60]);
+        bench.refill(1);
+        assert!(bench.driver.used(RECEIVE).is_some());
+        assert_eq!(bench.dropped(), 0);
+    }
+}
+
+#[test]
+fn a_guest_without_offloads_sends_and_gets_plain_frames() {
+    let mut bench = bench_with_headers(1 << 32);
+    assert_eq!(OFFLOADS_SET.get(), Some(0));
+    let packet = [vec![0xff; HEADER_BYTES], vec![1; 60]].concat();
+    bench.driver.request(TRANSMIT, &[Buffer::Out(packet)]);
+    assert_eq!(bench.on_wire(), Some([vec![0; HEADER_BYTES], vec![1; 60]].concat()));
+    // Segmentation without checksums is not asked of the tap.
+    bench_with_headers(1 << 32 | GUEST_TSO4);
+    assert_eq!(OFFLOADS_SET.get(), Some(0));
+}
+
+#[test]
+fn a_guest_with_offloads_does_not_move_to_a_tap_without() {
+    let bench = bench_with_headers(u64::MAX);
+    let state = bench.driver.endpoint.save();
+    let net = Net::new(tap().0, MAC).unwrap();
+    let moved = Endpoint::restore(&state, Box::new(net), bench.driver.memory.clone());
+    assert!(moved.is_err());
 }
 
 impl Bench {
