@@ -150,11 +150,11 @@ impl VcpuSet {
     }
 
     /// Ends the threads and waits for them.
-    pub fn stop(self) -> Result<(), VcpuError> {
+    pub fn stop(mut self) -> Result<(), VcpuError> {
         for vcpu in &self.vcpus {
             vcpu.wish(WISH_QUIT);
         }
-        for (id, vcpu) in self.vcpus.into_iter().enumerate() {
+        for (id, vcpu) in std::mem::take(&mut self.vcpus).into_iter().enumerate() {
             vcpu.wait_parked(id)?;
             vcpu.shared.changed.notify_all();
             // A thread that panicked is gone as well.
@@ -164,11 +164,20 @@ impl VcpuSet {
     }
 
     /// In a forked child: closes the parent's vCPUs here and forgets the threads, which exist in the parent only.
-    pub fn abandon(self) {
-        for vcpu in self.vcpus {
+    pub fn abandon(mut self) {
+        for vcpu in std::mem::take(&mut self.vcpus) {
             drop(vcpu.shared.lock().fd.take());
             // Neither joined nor detached: there is no such thread in this process.
             std::mem::forget(vcpu.thread);
+        }
+    }
+}
+
+/// Without [`VcpuSet::stop`] the threads end as well, but nobody waits for them.
+impl Drop for VcpuSet {
+    fn drop(&mut self) {
+        for vcpu in &self.vcpus {
+            vcpu.wish(WISH_QUIT);
         }
     }
 }

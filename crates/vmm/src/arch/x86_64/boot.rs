@@ -265,6 +265,21 @@ mod tests {
 
     proptest! {
         #[test]
+        fn the_memory_map_has_all_ram_and_no_device(mib in 2_u64..10_000) {
+            let memory = anonymous(mib).unwrap();
+            let map = memory_map(&memory);
+            prop_assert_eq!(map.iter().map(|(_, bytes, _)| bytes).sum::<u64>(), mib << 20);
+            let mut free = 0;
+            for (start, bytes, kind) in map {
+                prop_assert!(start >= free);
+                free = start + bytes;
+                prop_assert!(free <= layout::HOLE_START || start >= layout::HOLE_END);
+                let legacy = start < layout::HIGH_RAM_START && free > layout::LOW_RAM_END;
+                prop_assert_eq!(kind, if legacy { E820_RESERVED } else { E820_RAM });
+            }
+        }
+
+        #[test]
         fn an_initramfs_lies_between_kernel_and_every_limit(
             low_end in 1_u64..1 << 33, kernel_end in 0_u64..1 << 33, bytes in 0_u64..1 << 33, max in any::<u32>(),
         ) {
