@@ -305,3 +305,60 @@ impl VirtQueue {
         value.map(u16::from_le).map_err(|_| QueueError::RingsOutsideMemory)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const RAM_BYTES: usize = 1 << 20;
+
+    proptest! {
+        #[test]
+        fn segments_are_one_buffer(
+            sizes in prop::collection::vec(0..300_u32, 1..20), offset in 0..4000_usize, len in 0..4000_usize,
+        ) {
+            let memory = GuestMemory::from_ranges(&[(GuestAddress(0), RAM_BYTES)]).unwrap();
+            let mut chain = Chain::default();
+            for (at, bytes) in (0..).zip(&sizes) {
+                // Backwards and with gaps: nothing but the segments makes them one buffer.
+                let address = GuestAddress((20 - at) * 1000);
+                chain.add(&memory, false, address, *bytes).unwrap();
+            }
+            for (at, bytes) in (0..).zip(&sizes) {
+                chain.add(&memory, true, GuestAddress((20 - at) * 1000), *bytes).unwrap();
+            }
+            let total: usize = sizes.iter().map(|bytes| *bytes as usize).sum();
+            prop_assert_eq!((chain.readable_bytes as usize, chain.writable_bytes as usize), (total, total));
+            let data: Vec<u8> = (0..len).map(|at| u8::try_from(at % 251 + 1).unwrap()).collect();
+            let fits = len == 0 || offset + len <= total;
+            prop_assert_eq!(chain.write(&memory, offset, &data).is_ok(), fits);
+            let mut read = vec![0; len];
+            prop_assert_eq!(chain.read(&memory, offset, &mut read).is_ok(), fits);
+            if fits {
+                prop_assert_eq!(read, data);
+                let mut all = vec![0; total];
+                chain.read(&memory, 0, &mut all).unwrap();
+                let written = all.iter().filter(|byte| **byte != 0).count();
+                prop_assert_eq!(written, len, "nothing outside the range was touched");
+            }
+        }
+
+        #[test]
+        fn only_buffers_in_ram_are_taken(address in any::<u64>(), near in 0..4096_u64, bytes in any::<u32>()) {
+            let memory = GuestMemory::from_ranges(&[
+                (GuestAddress(0), RAM_BYTES),
+                (GuestAddress(4 << 30), RAM_BYTES),
+            ]).unwrap();
+            let edge = (RAM_BYTES as u64).wrapping_sub(near);
+            for (address, bytes) in [(address, bytes), (edge, bytes % 8192), ((4 << 30) + edge, bytes % 8192)] {
+                let within = |start: u64| {
+                    address >= start && u128::from(address) + u128::from(bytes) <= u128::from(start) + RAM_BYTES as u128
+                };
+                let taken = Chain::default().add(&memory, false, GuestAddress(address), bytes).is_ok();
+                prop_assert_eq!(taken, bytes == 0 || within(0) || within(4 << 30));
+            }
+        }
+    }
+}

@@ -54,6 +54,7 @@ pub struct Net {
     mac: [u8; 6],
     /// What the guest accepted.
     features: u64,
+    told_offloads: bool,
     /// The tap may have a frame: unknown until tried.
     readable: bool,
     /// Header and frame, `held` bytes of them if a frame waits for buffers of the guest.
@@ -91,6 +92,7 @@ impl Net {
             poller,
             mac,
             features: 0,
+            told_offloads: false,
             readable: true,
             bounce: vec![0; HEADER_BYTES + FRAME_BYTES_MAX],
             held: 0,
@@ -108,6 +110,25 @@ impl Net {
     #[must_use]
     pub fn dropped_frames(&self) -> u64 {
         self.dropped_frames
+    }
+
+    /// Tells the tap what the guest takes: on the device thread, because vCPU threads may make fewer system calls.
+    fn tell_offloads(&mut self) {
+        let Some(set_offloads) = self.set_offloads.filter(|_| !self.told_offloads) else { return };
+        self.told_offloads = true;
+        let mut offloads = 0;
+        for (feature, offload) in [
+            (GUEST_CSUM, tap::OFFLOAD_CSUM),
+            (GUEST_TSO4, tap::OFFLOAD_TSO4),
+            (GUEST_TSO6, tap::OFFLOAD_TSO6),
+        ] {
+            // Segmentation goes with checksums: the tap refuses it alone.
+            let taken = self.features & GUEST_CSUM != 0 && self.features & feature != 0;
+            offloads |= if taken { offload } else { 0 };
+        }
+        if let Err(error) = set_offloads(self.tap.as_fd(), offloads) {
+            tracing::warn!(%error, "a tap refused to leave work to its guest; frames may be lost");
+        }
     }
 
     /// Where what the tap knows of a packet begins: at its header or behind that.
@@ -247,20 +268,7 @@ impl VirtioDevice for Net {
 
     fn activate(&mut self, rings: &mut Rings) {
         self.features = rings.features;
-        let Some(set_offloads) = self.set_offloads else { return };
-        let mut offloads = 0;
-        for (feature, offload) in [
-            (GUEST_CSUM, tap::OFFLOAD_CSUM),
-            (GUEST_TSO4, tap::OFFLOAD_TSO4),
-            (GUEST_TSO6, tap::OFFLOAD_TSO6),
-        ] {
-            // Segmentation goes with checksums: the tap refuses it alone.
-            let taken = self.features & GUEST_CSUM != 0 && self.features & feature != 0;
-            offloads |= if taken { offload } else { 0 };
-        }
-        if let Err(error) = set_offloads(self.tap.as_fd(), offloads) {
-            tracing::warn!(%error, "a tap refused to leave work to its guest; frames may be lost");
-        }
+        self.told_offloads = false;
     }
 
     fn reset(&mut self) {
@@ -268,6 +276,7 @@ impl VirtioDevice for Net {
     }
 
     fn queue_event(&mut self, rings: &mut Rings, index: usize) -> Result<Progress, DeviceError> {
+        self.tell_offloads();
         if index == RECEIVE {
             return self.receive(rings);
         }
@@ -280,7 +289,9 @@ impl VirtioDevice for Net {
 
     fn backend_event(&mut self, rings: Option<&mut Rings>) -> Result<Progress, DeviceError> {
         self.readable |= self.poller.take().iter().any(|event| event.readable);
-        rings.map_or(Ok(Progress::Done), |rings| self.receive(rings))
+        let Some(rings) = rings else { return Ok(Progress::Done) };
+        self.tell_offloads();
+        self.receive(rings)
     }
 
     fn save(&self) -> DeviceState {

@@ -46,7 +46,9 @@ fn bench_with_headers(features: u64) -> Bench {
         OFFLOADS_SET.set(Some(offloads));
         Ok(())
     };
-    bench_of(Net::with(tap, Some(set), MAC).unwrap(), wire, features)
+    let mut bench = bench_of(Net::with(tap, Some(set), MAC).unwrap(), wire, features);
+    bench.driver.kick(TRANSMIT);
+    bench
 }
 
 #[test]
