@@ -1,8 +1,9 @@
 //! Which virtio devices a guest has, in which slots.
 //!
-//! Slots: the disks, then vsock, rng, and net if there is one. The order is part of every snapshot.
+//! Slots: the disks, then vsock, rng, balloon, and net if there is one. The order is part of every snapshot.
 
 use std::io;
+use std::os::fd::OwnedFd;
 
 use dormouse_snapshot::devices::virtio::{DeviceState, VirtioState};
 
@@ -10,10 +11,15 @@ use super::disks::{Disks, SharedDisk};
 use super::guest::HostSide;
 use crate::control::Machine;
 use crate::memory::GuestMemory;
-use crate::virtio::{Block, BlockError, Endpoint, RestoreError, Rng, VirtioDevice, Vsock, VsockHost};
+use crate::virtio::{
+    Balloon, Block, BlockError, Endpoint, Net, RestoreError, Rng, VirtioDevice, Vsock, VsockHost,
+    discard_pages,
+};
 
 /// Where clients of the guest's vsock ports connect, in the monitor's folder.
 const VSOCK_SOCKET: &str = "vsock.sock";
+/// Every guest's own: each has a network of its own, and a fork must not find another card.
+const MAC: [u8; 6] = [0x02, 0, 0, 0, 0, 0x01];
 
 #[derive(Debug, thiserror::Error)]
 pub enum DevicesError {
@@ -29,8 +35,8 @@ pub enum DevicesError {
     Count { saved: usize, given: usize },
     #[error("the snapshot has another kind of device in slot {0}")]
     Kind(usize),
-    #[error("a network device cannot be had yet")]
-    Net,
+    #[error("the network card cannot be made")]
+    Net(#[source] io::Error),
 }
 
 /// Devices as a guest finds them at boot.
@@ -72,20 +78,22 @@ pub fn restore(
 fn all(
     machine: &Machine,
     disks: &Disks,
-    host: HostSide,
+    mut host: HostSide,
     saved: &[VirtioState],
 ) -> Result<Vec<Box<dyn VirtioDevice>>, DevicesError> {
-    if machine.net || host.tap.is_some() {
-        return Err(DevicesError::Net);
-    }
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
     for (number, disk) in disks.disks().iter().enumerate() {
         let read_only = machine.disks.get(number).is_some_and(|disk| disk.read_only);
         let device = block(number, disk.clone(), read_only, saved)?;
         devices.push(Box::new(device));
     }
+    let tap = host.tap.take();
     devices.push(Box::new(vsock(devices.len(), host, saved)?));
     devices.push(Box::new(Rng));
+    devices.push(Box::new(balloon(devices.len(), saved)?));
+    if let Some(tap) = tap {
+        devices.push(Box::new(net(devices.len(), tap, saved)?));
+    }
     Ok(devices)
 }
 
@@ -114,6 +122,24 @@ fn vsock(slot: usize, host: HostSide, saved: &[VirtioState]) -> Result<Vsock, De
     match saved.get(slot).map(|saved| &saved.device) {
         None => Vsock::new(host).map_err(DevicesError::Vsock),
         Some(DeviceState::Vsock(state)) => Vsock::restore(state, host).map_err(DevicesError::Vsock),
+        Some(_) => Err(DevicesError::Kind(slot)),
+    }
+}
+
+fn balloon(slot: usize, saved: &[VirtioState]) -> Result<Balloon, DevicesError> {
+    // In restored memory a page that is given back has the snapshot's content again, which is as good as any.
+    let discard = Box::new(discard_pages);
+    match saved.get(slot).map(|saved| &saved.device) {
+        None => Ok(Balloon::new(discard)),
+        Some(DeviceState::Balloon(state)) => Ok(Balloon::restore(state, discard)),
+        Some(_) => Err(DevicesError::Kind(slot)),
+    }
+}
+
+fn net(slot: usize, tap: OwnedFd, saved: &[VirtioState]) -> Result<Net, DevicesError> {
+    match saved.get(slot).map(|saved| &saved.device) {
+        None => Net::new(tap, MAC).map_err(DevicesError::Net),
+        Some(DeviceState::Net(state)) => Net::restore(state, tap).map_err(DevicesError::Net),
         Some(_) => Err(DevicesError::Kind(slot)),
     }
 }

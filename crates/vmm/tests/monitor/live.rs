@@ -33,7 +33,11 @@ fn resumed(what: &str, dir: &Path) -> Client {
     let before = serial(dir).len();
     client.resume().expect("a resume");
     wait_for("a first sign of life", || (serial(dir).len() > before).then_some(()));
-    println!("{what}: first sign of life {:.1} ms after resume", ms(since));
+    let life = ms(since);
+    // The guest's own largest gap between two turns of its loop tells whether it stood still or nobody ran it.
+    let lines = || serial(dir).split('\n').skip(1).take(2).map(str::to_owned).collect::<Vec<_>>();
+    let seen = wait_for("two lines", || (serial(dir).matches('\n').count() > 2).then(lines));
+    println!("{what}: first sign of life {life:.1} ms after resume; {seen:?} after {:.1} ms", ms(since));
     client
 }
 

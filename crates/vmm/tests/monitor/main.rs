@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod live;
+mod measure;
 mod rig;
 
 use std::path::Path;
@@ -48,6 +49,10 @@ fn main() -> ExitCode {
         && mode == "live"
     {
         live::live(rest);
+        return ExitCode::SUCCESS;
+    }
+    if args == ["measure"] {
+        measure::measure();
         return ExitCode::SUCCESS;
     }
     if !Path::new("/dev/kvm").exists() {

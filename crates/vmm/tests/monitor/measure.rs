@@ -1,0 +1,66 @@
+//! How long forks and checkpoints take: `monitor measure`. A real-mode guest, so that any `/dev/kvm` will do.
+
+use std::time::{Duration, Instant};
+
+use dormouse_vmm::control::Client;
+
+use crate::rig::{COUNTER, Rig, connect, machine, serial, wait_for};
+
+const ROUNDS: usize = 10;
+const DIRTY_MIB: [u32; 3] = [64, 256, 1024];
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn millis(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}
+
+pub fn measure() {
+    println!(
+        "| dirty MiB | pages | fork stops source ms | answered ms | child's first output ms | checkpoint stops ms |"
+    );
+    println!("|---|---|---|---|---|---|");
+    for dirty_mib in DIRTY_MIB {
+        for huge_pages in [true, false] {
+            row(dirty_mib, huge_pages);
+        }
+    }
+}
+
+fn row(dirty_mib: u32, huge_pages: bool) {
+    let mut rig = Rig::new();
+    let mut shape = machine(dirty_mib + 64);
+    shape.huge_pages = huge_pages;
+    let kernel = rig.probe(COUNTER, dirty_mib);
+    let (dir, mut client) = rig.boot(&shape, &kernel);
+    wait_for("the counter", || (serial(&dir).len() > 100).then_some(()));
+    let (mut stopped, mut answered, mut output, mut checkpoints) = (vec![], vec![], vec![], vec![]);
+    for _ in 0..ROUNDS {
+        let since = Instant::now();
+        let (children, forked) = rig.fork(&mut client, 1);
+        answered.push(millis(since.elapsed()));
+        stopped.push(millis(Duration::from_micros(forked.stopped_us)));
+        let mut child = connect(&children[0]);
+        child.resume().expect("a resume");
+        wait_for("the child", || (!serial(&children[0]).is_empty()).then_some(()));
+        output.push(millis(since.elapsed()));
+        child.stop().expect("a stop");
+        drop(child);
+    }
+    for _ in 0..ROUNDS.min(3) {
+        checkpoints.push(checkpoint(&mut rig, &mut client));
+    }
+    let pages = if huge_pages { "huge" } else { "4 KiB" };
+    let [stopped, answered, output, checkpoints] = [stopped, answered, output, checkpoints].map(median);
+    println!("| {dirty_mib} | {pages} | {stopped:.2} | {answered:.1} | {output:.1} | {checkpoints:.2} |");
+}
+
+fn checkpoint(rig: &mut Rig, client: &mut Client) -> f64 {
+    let into = rig.folder();
+    let done = client.checkpoint(into.clone(), false).expect("a checkpoint");
+    std::fs::remove_dir_all(into).expect("the snapshot's folder");
+    millis(Duration::from_micros(done.stopped_us))
+}
