@@ -18,6 +18,7 @@ pub mod bus;
 pub mod control;
 pub mod ending;
 pub mod error;
+pub mod jail;
 pub mod layers;
 pub mod memory;
 pub mod monitor;

@@ -53,6 +53,8 @@ pub enum MonitorError {
     Socket { dir: PathBuf, source: io::Error },
     #[error("the monitor cannot wait for events")]
     Watch(#[source] io::Error),
+    #[error("the monitor's jail cannot be closed")]
+    Jail(#[source] crate::jail::JailError),
     #[error("KVM cannot be used")]
     Kvm(#[source] crate::error::VmError),
     #[error("cannot write {}", path.display())]
@@ -61,6 +63,7 @@ pub enum MonitorError {
 
 /// Runs the monitor of `dir` to its end.
 pub fn run(dir: &Path) -> Result<(), MonitorError> {
+    crate::jail::enter().map_err(MonitorError::Jail)?;
     let kvm = crate::vm::open_kvm().map_err(MonitorError::Kvm)?;
     let mut monitor = Monitor::new(dir, kvm)?;
     loop {

@@ -28,7 +28,7 @@ use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
 use crate::arch::x86_64::layout::VCPUS_MAX;
 use crate::bus::Bus;
-use crate::ending::Ending;
+use crate::ending::{EndReason, Ending};
 use crate::error::{VcpuError, kvm_error};
 use exits::{ExitFlag, Runner};
 
@@ -226,6 +226,10 @@ impl Vcpu {
 }
 
 fn thread_main(shared: &Shared, runner: Runner) {
+    if let Err(error) = crate::jail::enter_vcpu() {
+        runner.machine.ending.set(EndReason::Monitor { why: error.to_string() });
+        return;
+    }
     while let Some(mut fd) = wait_for_run(shared) {
         let end = runner.run(&mut fd, &shared.wish, &shared.exits);
         let mut slot = shared.lock();

@@ -13,6 +13,9 @@ use std::process::ExitCode;
 use dormouse_vmm::control::{Client, ClientError, Exit, ExitReason, State};
 use rig::{COUNTER, Rig, connect, machine, serial, wait_for};
 
+/// What this executable is called with to do what a monitor may not.
+const FORBIDDEN: &str = "run-forbidden";
+
 type Test = (&'static str, fn());
 
 const TESTS: &[Test] = &[
@@ -26,6 +29,8 @@ const TESTS: &[Test] = &[
     ("a_guest_that_resets_ends_the_monitor", a_guest_that_resets_ends_the_monitor),
     ("what_makes_no_sense_is_refused", what_makes_no_sense_is_refused),
     ("a_damaged_snapshot_is_refused", a_damaged_snapshot_is_refused),
+    ("every_thread_of_a_monitor_is_jailed", every_thread_of_a_monitor_is_jailed),
+    ("what_the_jail_forbids_ends_the_process", what_the_jail_forbids_ends_the_process),
     (
         "a_stopped_monitor_leaves_its_reason_and_no_process",
         a_stopped_monitor_leaves_its_reason_and_no_process,
@@ -44,6 +49,11 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
         };
+    }
+    if let [mode, what] = &args[..]
+        && mode == FORBIDDEN
+    {
+        return forbidden(what);
     }
     if let [mode, rest @ ..] = &args[..]
         && mode == "live"
@@ -321,4 +331,56 @@ fn a_stopped_monitor_leaves_its_reason_and_no_process() {
     assert_eq!(exit_of(&dir).reason, ExitReason::Stopped);
     let state = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     wait_for("the monitor to end", || (state().contains(") Z ") || state().is_empty()).then_some(()));
+}
+
+fn every_thread_of_a_monitor_is_jailed() {
+    let mut rig = Rig::new();
+    let (_, mut client) = counting(&mut rig, 16, 0);
+    let (children, forked) = rig.fork(&mut client, 1);
+    connect(&children[0]).resume().unwrap();
+    let (_, pid) = client.hello().unwrap();
+    for pid in [pid, forked.pids[0]] {
+        let tasks: Vec<_> = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().collect();
+        let mut vcpus = 0;
+        for task in tasks {
+            let status = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap();
+            let has = |line: &str| status.lines().any(|other| other == line);
+            // KVM's own helper threads are the kernel's and make no system calls.
+            if status.starts_with("Name:\tkvm-") {
+                continue;
+            }
+            vcpus += usize::from(status.starts_with("Name:\tvcpu"));
+            assert!(has("Seccomp:\t2") && has("NoNewPrivs:\t1"), "{status}");
+            assert!(has("CapEff:\t0000000000000000") && has("CapBnd:\t0000000000000000"), "{status}");
+        }
+        assert_eq!(vcpus, 1);
+    }
+}
+
+/// Only comes back if it was allowed.
+fn forbidden(what: &str) -> ExitCode {
+    dormouse_vmm::jail::enter().unwrap();
+    match what {
+        "nothing" => println!("still here"),
+        "execute" => {
+            drop(std::os::unix::process::CommandExt::exec(&mut std::process::Command::new("/bin/true")))
+        }
+        "network" => drop(std::net::UdpSocket::bind("127.0.0.1:0")),
+        "mount" => drop(rustix::mount::unmount("/proc", rustix::mount::UnmountFlags::empty())),
+        other => panic!("{other}"),
+    }
+    ExitCode::SUCCESS
+}
+
+fn what_the_jail_forbids_ends_the_process() {
+    let code = |what: &str| {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = command.args([FORBIDDEN, what]).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    assert_eq!(code("nothing").0, Some(0));
+    for what in ["execute", "network", "mount"] {
+        let (status, said) = code(what);
+        assert!(status == Some(159) && said.contains("may not make"), "{what}: {status:?} {said}");
+    }
 }
