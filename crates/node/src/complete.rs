@@ -4,6 +4,7 @@
 //! by the next one.
 
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use dormouse_snapshot::Manifest;
 use dormouse_store::Cancel;
@@ -12,10 +13,16 @@ use dormouse_types::SnapshotId;
 use crate::error::NodeError;
 use crate::hub::Hub;
 
+/// What took the snapshot is answered first: hashing keeps the disk and the processors busy.
+const DELAY: Duration = Duration::from_millis(200);
+
 /// Begins to hash what the snapshot has no digests of, and comes back at once.
 pub fn later(hub: &Arc<Hub>, id: SnapshotId) {
     let hub = Arc::clone(hub);
-    tokio::spawn(async move { one(&hub, id).await });
+    tokio::spawn(async move {
+        tokio::time::sleep(DELAY).await;
+        one(&hub, id).await;
+    });
 }
 
 /// The same for all that a former daemon left.

@@ -32,7 +32,8 @@ pub fn digest_file(file: &File, cancel: &AtomicBool) -> io::Result<(Digest, u64)
         return Ok((*blake3::hash(&buffer).as_bytes(), bytes));
     }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = cores.min(DIGEST_THREADS_MAX).min(blocks);
+    // The other half is for whoever restores the same snapshot meanwhile.
+    let threads = cores.div_ceil(2).min(DIGEST_THREADS_MAX).min(blocks);
     let shared = Shared {
         file,
         bytes,

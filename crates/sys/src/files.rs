@@ -40,11 +40,15 @@ pub fn free_bytes(path: &Path) -> io::Result<u64> {
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Asks the file system for `bytes` at `path` and gives them back: false when it does not have them.
-/// `path` must not exist; it does not exist afterwards.
+/// With this many times the bytes free, nobody needs to ask for them.
+const PLENTY: u64 = 8;
+
+/// Whether the file system has `bytes` for a file at `path`. Where it may not, it is asked for them and
+/// gets them back. `path` must not exist; it does not exist afterwards.
 pub fn has_room(path: &Path, bytes: u64) -> io::Result<bool> {
-    if free_bytes(path.parent().unwrap_or(path))? < bytes {
-        return Ok(false);
+    let free = free_bytes(path.parent().unwrap_or(path))?;
+    if free < bytes || free / PLENTY >= bytes {
+        return Ok(free >= bytes);
     }
     let file = File::options().write(true).create_new(true).open(path)?;
     let asked = rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes.max(1));

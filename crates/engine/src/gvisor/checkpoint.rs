@@ -224,7 +224,9 @@ fn describe(into: &Path, agent_digest: &str) -> Result<(), Failure> {
     std::fs::write(&path, bytes).map_err(io_failure("write", &path))
 }
 
-/// Looks at an image before it is restored. True: it should be read past the page cache.
+/// Looks at an image before it is restored. True: it should be read past the page cache. It is verified
+/// meanwhile, from the page cache: what is there already leaves the disk to the restore, and what is not
+/// is read once for both.
 pub(super) fn inspect(image: &Path) -> Result<bool, Failure> {
     for (name, _) in IMAGE_FILES {
         if !image.join(name).is_file() {
@@ -244,7 +246,7 @@ pub(super) fn inspect(image: &Path) -> Result<bool, Failure> {
     let pages = image.join("pages.img");
     let file = File::open(&pages).map_err(io_failure("open", &pages))?;
     let cached = dormouse_sys::files::is_cached(&file).map_err(io_failure("read", &pages))?;
-    Ok(!cached && dormouse_sys::files::takes_direct(&pages))
+    Ok(cached && dormouse_sys::files::takes_direct(&pages))
 }
 
 fn takes_direct(into: &Path) -> Result<bool, Failure> {
