@@ -107,6 +107,9 @@ pub fn ensure() -> anyhow::Result<LabImage> {
     let disk = dir().join("root.img");
     build_disk(&DiskSpec { rootfs: &root, size_bytes: DISK_BYTES, seed: "lab" }, &disk)?;
     std::fs::write(stamp_file(), wanted(&kernel))?;
+    for old in images.list()?.into_iter().filter(|old| old.id != image.id) {
+        images.remove(&old.id, &[])?;
+    }
     find().context("the lab was made and cannot be found")
 }
 

@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
+use rustix::fs::FlockOperation;
 
 use super::image::LabImage;
 use super::{Job, image, inside};
@@ -21,6 +22,9 @@ const POLL: Duration = Duration::from_millis(20);
 /// After the command's end, powering off takes less.
 const OFF_PATIENCE: Duration = Duration::from_secs(30);
 const CONSOLE_LINES_SHOWN: usize = 30;
+const RUN_PREFIX: &str = "run";
+const LOCK: &str = "lock";
+const LOCK_PATIENCE: Duration = Duration::from_secs(3600);
 /// As `timeout(1)` has it.
 const TIMED_OUT: u8 = 124;
 
@@ -45,7 +49,10 @@ impl Drop for Machine {
 
 /// Runs the job; its command's exit code.
 pub fn run(image: &LabImage, job: &Job) -> anyhow::Result<u8> {
-    let dir = tempfile::Builder::new().prefix("run").tempdir_in(image::dir())?;
+    sweep()?;
+    let dir = tempfile::Builder::new().prefix(RUN_PREFIX).tempdir_in(image::dir())?;
+    let lock = File::create(dir.path().join(LOCK))?;
+    rustix::fs::flock(&lock, FlockOperation::LockExclusive)?;
     let disk = inside::disk(job, dir.path())?;
     let result = Arc::new(Mutex::new(None));
     let mut channels = Vec::new();
@@ -81,6 +88,26 @@ pub fn run(image: &LabImage, job: &Job) -> anyhow::Result<u8> {
             tail(&dir.path().join("console"))
         ),
     }
+}
+
+/// Removes what runs left that were killed: their locks went with them.
+fn sweep() -> anyhow::Result<()> {
+    for entry in std::fs::read_dir(image::dir())? {
+        let entry = entry?;
+        if !entry.file_name().to_string_lossy().starts_with(RUN_PREFIX) {
+            continue;
+        }
+        let left = match File::open(entry.path().join(LOCK)) {
+            Ok(lock) => rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok(),
+            // Another run may be making it at this moment.
+            Err(_) => entry.metadata()?.modified()?.elapsed().unwrap_or_default() > LOCK_PATIENCE,
+        };
+        if left {
+            std::fs::remove_dir_all(entry.path())
+                .with_context(|| format!("cannot remove {}", entry.path().display()))?;
+        }
+    }
+    Ok(())
 }
 
 /// True when the time was over before the machine was.
@@ -179,7 +206,9 @@ fn keep_console(serial: impl Read, mut log: File, shown: bool) {
 fn tail(path: &Path) -> String {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
-    lines[lines.len().saturating_sub(CONSOLE_LINES_SHOWN)..].join("\n")
+    let panic = lines.iter().position(|line| line.contains("Kernel panic"));
+    let from = panic.unwrap_or(lines.len().saturating_sub(CONSOLE_LINES_SHOWN));
+    lines[from..].iter().take(CONSOLE_LINES_SHOWN).copied().collect::<Vec<_>>().join("\n")
 }
 
 const CHANNELS: [&str; 4] = ["out", "err", "control", "files"];
