@@ -21,7 +21,7 @@ mod pages;
 
 pub use disk::{DiskStack, Frozen, Published};
 pub use extents::{EXTENTS_MAX, Extents, Merged};
-pub use file::{Layer, link_or_copy};
+pub use file::{Layer, link, link_or_copy};
 
 use std::io;
 

@@ -274,7 +274,25 @@ impl DiskStack {
     /// has a name, snapshots share it instead of copying it. Best effort.
     pub fn keep(&self, dir: &Path, prefix: &str) {
         for (number, layer) in self.layers[self.images..].iter().enumerate() {
-            super::file::link(layer, &dir.join(format!("{prefix}{number}")));
+            super::file::link(&layer.file, &dir.join(format!("{prefix}{number}")));
+        }
+    }
+
+    /// Removes files of `dir` whose names begin with one of `prefixes` and that are no layer of this disk any more. Best
+    /// effort.
+    pub fn sweep(&self, dir: &Path, prefixes: &[&str]) {
+        use std::os::unix::fs::MetadataExt;
+        let files =
+            self.layers.iter().map(|layer| &layer.file).chain(self.upper.iter().map(|upper| &upper.file));
+        let used: Vec<_> =
+            files.filter_map(|file| file.metadata().ok()).map(|meta| (meta.dev(), meta.ino())).collect();
+        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+            let named =
+                entry.file_name().to_str().is_some_and(|name| prefixes.iter().any(|p| name.starts_with(p)));
+            let gone = entry.metadata().is_ok_and(|meta| !used.contains(&(meta.dev(), meta.ino())));
+            if named && gone {
+                let _ = std::fs::remove_file(entry.path());
+            }
         }
     }
 

@@ -37,6 +37,16 @@ impl Layer {
         Ok(Self { file: Arc::new(file), extents: Arc::new(extents), name: name.into() })
     }
 
+    /// A layer whose file is open already; made of whole pages.
+    pub fn of_file(file: &Arc<File>, name: &str, bytes: u64) -> Result<Self, LayerError> {
+        let given = length(file, name)?;
+        if given != bytes {
+            return Err(LayerError::Size { name: name.to_owned(), bytes: given, expected: bytes });
+        }
+        let extents = Extents::scan(file, name, bytes, true)?;
+        Ok(Self { file: Arc::clone(file), extents: Arc::new(extents), name: name.into() })
+    }
+
     /// Checks that the file system agrees on what was written, and puts it on stable storage.
     pub fn sync(&self, bytes: u64) -> Result<(), LayerError> {
         self.file.sync_all().map_err(io_error("sync", &self.name))?;
@@ -69,7 +79,7 @@ pub fn create(path: &Path, bytes: u64) -> Result<File, LayerError> {
 /// Gives a frozen layer a further name; where that cannot be (another file system, no name left), copies it.
 /// True: it is a link.
 pub fn link_or_copy(layer: &Layer, bytes: u64, to: &Path) -> Result<bool, LayerError> {
-    if link(layer, to) {
+    if link(&layer.file, to) {
         return Ok(true);
     }
     let file = create(to, bytes)?;
@@ -80,9 +90,9 @@ pub fn link_or_copy(layer: &Layer, bytes: u64, to: &Path) -> Result<bool, LayerE
     Ok(false)
 }
 
-/// False: it cannot be linked.
-pub fn link(layer: &Layer, to: &Path) -> bool {
-    let from = format!("/proc/self/fd/{}", layer.file.as_raw_fd());
+/// Gives an open file a further name. False: that cannot be.
+pub fn link(file: &File, to: &Path) -> bool {
+    let from = format!("/proc/self/fd/{}", file.as_raw_fd());
     rustix::fs::linkat(CWD, from, CWD, to, AtFlags::SYMLINK_FOLLOW).is_ok()
 }
 

@@ -7,6 +7,7 @@
 #![allow(unsafe_code, reason = "mapping files over guest memory and reading it whole have no safe form")]
 
 mod scan;
+mod write;
 
 use std::fs::File;
 use std::io;
@@ -18,15 +19,13 @@ use std::sync::Arc;
 
 use vm_memory::{GuestMemoryBackend as _, GuestMemoryRegion as _};
 
-use super::file::create;
-use super::{CHAIN_MAX, Extents, Layer, LayerError, Merged, PAGE, PAGE_BYTES, io_error};
+pub use write::{Written, write};
+
+use super::{Layer, LayerError, Merged, PAGE_BYTES, io_error};
 use crate::memory::GuestMemory;
 
 /// So many pieces are mapped; the smallest ones beyond that are read (a process has 65,530 mappings).
 const PIECES_MAPPED_MAX: usize = 16_000;
-/// A full layer's holes that are smaller than this are written as zeros: it then has fewer pieces to map.
-const GAP_BYTES_MAX: u64 = 4 * PAGE_BYTES;
-static ZERO_PAGE: [u8; PAGE] = [0; PAGE];
 
 /// The layers that guest memory was restored from.
 #[derive(Debug, Clone, Default)]
@@ -35,24 +34,11 @@ pub struct Base {
     merged: Merged,
 }
 
-/// A layer that was written.
-#[derive(Debug, Clone)]
-pub struct Written {
-    pub layer: Layer,
-    /// False: it stands for itself, the base is not needed.
-    pub incremental: bool,
-}
-
 impl Base {
     /// Opens a chain, bottom first, for `bytes` of memory.
     pub fn open(paths: &[&Path], bytes: u64) -> Result<Self, LayerError> {
         let open = |path: &&Path| Layer::open(path, bytes, true);
-        let layers = paths.iter().map(open).collect::<Result<Vec<_>, _>>()?;
-        let mut merged = Merged::default();
-        for (number, layer) in layers.iter().enumerate() {
-            merged.overlay(&layer.extents, number);
-        }
-        Ok(Self { layers, merged })
+        Ok(Self::of_layers(paths.iter().map(open).collect::<Result<_, _>>()?))
     }
 
     #[must_use]
@@ -64,7 +50,7 @@ impl Base {
     /// effort.
     pub fn keep(&self, dir: &Path) {
         for (number, layer) in self.layers.iter().enumerate() {
-            super::file::link(layer, &dir.join(format!("kept.memory.{number}")));
+            super::file::link(&layer.file, &dir.join(format!("kept.memory.{number}")));
         }
     }
 
@@ -87,84 +73,34 @@ impl Base {
         Ok(())
     }
 
-    /// Whether a layer has data at `offset`, and up to where that holds.
-    fn has(&self, offset: u64, limit: u64) -> (bool, u64) {
-        let (layer, end) = self.merged.find(offset, limit);
-        (layer.is_some(), end)
+    /// A chain of files that are open already.
+    pub fn of_files(files: &[Arc<File>], bytes: u64) -> Result<Self, LayerError> {
+        let open = |file: &Arc<File>| Layer::of_file(file, "of the last snapshot", bytes);
+        Ok(Self::of_layers(files.iter().map(open).collect::<Result<_, _>>()?))
     }
 
-    /// Writes what `memory`, restored from this base or never restored, holds now: only what differs from the
-    /// base, or everything where there is no base or it is too long a chain. Not synced. Nobody may change the
-    /// memory meanwhile: it is a forked child's, or no vCPU and no device runs.
-    pub fn write(&self, memory: &GuestMemory, to: &Path) -> Result<Written, LayerError> {
-        let bytes = size(memory);
-        let incremental = !self.layers.is_empty() && self.layers.len() < CHAIN_MAX;
-        let file = create(to, bytes)?;
-        let name: Arc<str> = to.display().to_string().into();
-        let mut writer = Writer { file: &file, name: &name, extents: Extents::default() };
-        let mut offset = 0;
-        for region in memory.iter() {
-            let pages = Region { start: region.as_ptr() as usize, offset, bytes: region.len() };
-            self.write_region(&pages, incremental, &mut writer)?;
-            offset += region.len();
-        }
-        let extents = Arc::new(writer.extents);
-        Ok(Written { layer: Layer { file: Arc::new(file), extents, name }, incremental })
-    }
-
-    fn write_region(
-        &self,
-        region: &Region,
-        incremental: bool,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), LayerError> {
-        let anonymous = scan::anonymous(region.start, region.bytes)
-            .map_err(io_error("find the changed pages for", writer.name))?;
-        let mut candidates = Extents::default();
-        for range in anonymous {
-            candidates.push(range.start + region.offset..range.end + region.offset);
-        }
-        if !incremental {
-            candidates = self.with_own(&candidates, region);
-        }
-        let mut run: Option<Range<u64>> = None;
-        let gap = if incremental { 0 } else { GAP_BYTES_MAX };
-        for range in candidates.iter() {
-            let mut at = range.start;
-            while at < range.end {
-                let keep = region.page(at) != ZERO_PAGE || (incremental && self.has(at, range.end).0);
-                let end = at + PAGE_BYTES;
-                match &mut run {
-                    _ if !keep => {}
-                    Some(open) if at - open.end <= gap => open.end = end,
-                    _ => {
-                        if let Some(done) = run.replace(at..end) {
-                            writer.write(region, done)?;
-                        }
-                    }
-                }
-                at = end;
-            }
-        }
-        run.map_or(Ok(()), |done| writer.write(region, done))
-    }
-
-    /// Adds what the base's own layers have within the region.
-    fn with_own(&self, candidates: &Extents, region: &Region) -> Extents {
+    fn of_layers(layers: Vec<Layer>) -> Self {
         let mut merged = Merged::default();
-        let mut own = Extents::default();
-        let end = region.offset + region.bytes;
-        for piece in self.merged.iter() {
-            let (from, to) = (piece.start.max(region.offset), piece.end.min(end));
-            if from < to {
-                own.push(from..to);
-            }
+        for (number, layer) in layers.iter().enumerate() {
+            merged.overlay(&layer.extents, number);
         }
-        merged.overlay(&own, 0);
-        merged.overlay(candidates, 0);
-        let mut all = Extents::default();
-        merged.iter().for_each(|piece| all.push(piece.start..piece.end));
-        all
+        Self { layers, merged }
+    }
+
+    /// Reads what the chain holds.
+    fn read(&self, buffer: &mut [u8], offset: u64) -> Result<(), LayerError> {
+        let end = offset + buffer.len() as u64;
+        let (mut rest, mut at) = (buffer, offset);
+        while at < end {
+            let (layer, until) = self.merged.find(at, end);
+            let (part, others) = rest.split_at_mut(usize::try_from(until - at).unwrap_or(0).min(rest.len()));
+            match layer.and_then(|number| self.layers.get(number)) {
+                Some(layer) => layer.file.read_exact_at(part, at).map_err(io_error("read", &layer.name))?,
+                None => part.fill(0),
+            }
+            (rest, at) = (others, until);
+        }
+        Ok(())
     }
 }
 
@@ -180,21 +116,6 @@ pub fn keep_small(memory: &GuestMemory) {
         let len = usize::try_from(region.len()).unwrap_or(0);
         // SAFETY: the region is mapped; advice changes no content.
         let _ = unsafe { libc::madvise(region.as_ptr().cast(), len, libc::MADV_NOHUGEPAGE) };
-    }
-}
-
-struct Writer<'a> {
-    file: &'a File,
-    name: &'a str,
-    extents: Extents,
-}
-
-impl Writer<'_> {
-    fn write(&mut self, region: &Region, range: Range<u64>) -> Result<(), LayerError> {
-        let bytes = region.slice(range.clone());
-        self.file.write_all_at(bytes, range.start).map_err(io_error("write", self.name))?;
-        self.extents.push(range);
-        Ok(())
     }
 }
 

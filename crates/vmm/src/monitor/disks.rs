@@ -123,11 +123,14 @@ impl Disks {
         self.disks.iter().map(record).collect()
     }
 
-    /// Where a snapshot made one layer out of `count` of a disk, that one is used from now on.
-    pub fn replace(&mut self, disk: usize, count: usize, layer: crate::layers::Layer) {
-        if let Some(disk) = self.disks.get(disk) {
-            disk.stack().replace(count, layer);
-        }
+    /// Where a snapshot made one layer out of `count` of a disk, that one is used from now on, and what it replaces is
+    /// removed from `dir`.
+    pub fn replace(&mut self, number: usize, count: usize, layer: crate::layers::Layer, dir: &Path) {
+        let Some(disk) = self.disks.get(number) else { return };
+        let mut stack = disk.stack();
+        stack.replace(count, layer);
+        stack.sweep(dir, &[&format!("upper{number}."), &kept_prefix(number)]);
+        stack.keep(dir, &kept_prefix(number));
     }
 }
 

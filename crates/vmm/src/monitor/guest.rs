@@ -80,6 +80,8 @@ pub struct Guest {
     pub memory: GuestMemory,
     /// What the memory was restored from.
     pub base: Base,
+    /// The memory of the last snapshot, its own or an ancestor's: the next one has what differs.
+    pub last: Vec<Arc<File>>,
     pub disks: Disks,
     pub endpoints: Vec<Endpoint>,
     pub ending: Arc<Ending>,
@@ -139,13 +141,13 @@ impl Guest {
         let disks = Disks::open(&machine.disks, Some((from, &inventory.disks)), &host.dir)
             .map_err(GuestError::Layer)?;
         let msrs = state::msr_indices(kvm).map_err(GuestError::State)?.into();
-        let parts = Kept { machine, memory, base, disks, msrs };
+        let parts = Kept { machine, memory, base, last: Vec::new(), disks, msrs };
         Self::rebuild(kvm, parts, saved, host)
     }
 
     /// A VM and devices of its own over memory and disks that are there: after a restore, and in a forked child.
     pub fn rebuild(kvm: &Kvm, kept: Kept, saved: &Saved, host: HostSide) -> Result<Self, GuestError> {
-        let Kept { machine, memory, base, disks, msrs } = kept;
+        let Kept { machine, memory, base, last, disks, msrs } = kept;
         let dir = host.dir.clone();
         let endpoints =
             devices::restore(&machine, &disks, host, &memory, &saved.virtio).map_err(GuestError::Devices)?;
@@ -162,6 +164,8 @@ impl Guest {
         let wired = wire(vm, fds, &endpoints, &dir, Some(&saved.platform))?;
         let mut guest = Self::start(wired, Contents { machine, memory, base, disks, endpoints, msrs })?;
         guest.stale = true;
+        guest.last = last;
+        guest.keep_last(&dir);
         Ok(guest)
     }
 
@@ -171,11 +175,12 @@ impl Guest {
             vcpu::Machine { mmio: Arc::new(mmio), ports: Arc::new(ports), ending: Arc::clone(&ending) };
         let vcpus = VcpuSet::start(fds, &shared).map_err(GuestError::Vcpu)?;
         let Contents { machine, memory, base, disks, endpoints, msrs } = contents;
-        let (running, stale) = (false, false);
+        let (running, stale, last) = (false, false, Vec::new());
         Ok(Self {
             machine,
             memory,
             base,
+            last,
             disks,
             endpoints,
             ending,
@@ -227,6 +232,27 @@ impl Guest {
         Ok(Saved { platform: MachineState { vcpus, vm, serial, power }, virtio })
     }
 
+    /// The files that `paths` name are the memory of the last snapshot from now on. Best effort: without it the next
+    /// one is larger.
+    pub fn set_last(&mut self, paths: impl Iterator<Item = PathBuf>, dir: &Path) {
+        if let Ok(files) = paths.map(|path| File::open(path).map(Arc::new)).collect() {
+            self.last = files;
+            self.keep_last(dir);
+        }
+    }
+
+    /// Names in `dir` for the memory of the last snapshot, whatever becomes of the snapshot.
+    fn keep_last(&self, dir: &Path) {
+        for number in 0..=crate::layers::CHAIN_MAX {
+            let path = dir.join(format!("last.memory.{number}"));
+            // It may not be there.
+            let _ = std::fs::remove_file(&path);
+            if let Some(file) = self.last.get(number) {
+                crate::layers::link(file, &path);
+            }
+        }
+    }
+
     /// Ends the guest.
     pub fn stop(self) -> Result<(), GuestError> {
         self.vcpus.stop().map_err(GuestError::Vcpu)
@@ -235,8 +261,8 @@ impl Guest {
     /// In a forked child: lets go of what belongs to the parent's VM, and keeps what goes on here.
     pub fn abandon(self) -> Kept {
         self.vcpus.abandon();
-        let (machine, memory, base) = (self.machine, self.memory, self.base);
-        Kept { machine, memory, base, disks: self.disks, msrs: self.msrs }
+        let (machine, memory, base, last) = (self.machine, self.memory, self.base, self.last);
+        Kept { machine, memory, base, last, disks: self.disks, msrs: self.msrs }
     }
 }
 
@@ -251,6 +277,7 @@ pub struct Kept {
     machine: Machine,
     memory: GuestMemory,
     pub base: Base,
+    last: Vec<Arc<File>>,
     pub disks: Disks,
     msrs: Arc<[u32]>,
 }

@@ -215,6 +215,7 @@ impl Monitor {
                     machine: &guest.machine,
                     memory: &guest.memory,
                     base: &guest.base,
+                    last: &guest.last,
                     disks: &disks,
                     records: guest.disks.records(),
                     saved: &saved,
@@ -230,6 +231,7 @@ impl Monitor {
             Ok(Report::Written(mut done)) => {
                 done.stopped_us = u64::try_from(writing.stopped.as_micros()).unwrap_or(u64::MAX);
                 self.use_flattened(&writing, &done);
+                self.use_memory(&writing, &done);
                 Ok(Answer::Checkpointed(done))
             }
             Ok(Report::Failed { code, message }) => Err(Refusal { code, message }),
@@ -239,6 +241,13 @@ impl Monitor {
             }),
         };
         self.reply(writing.peer, answer)
+    }
+
+    /// The next snapshot's memory lies on this one's.
+    fn use_memory(&mut self, writing: &Writing, done: &Checkpointed) {
+        let Some(guest) = &mut self.guest else { return };
+        let layers = done.files.iter().filter(|file| file.name.starts_with("memory."));
+        guest.set_last(layers.map(|file| writing.into.join(&file.name)), &self.dir);
     }
 
     /// Where the scribe made one layer of a disk's many, the running disk goes on with that one. Best effort: the many
@@ -251,7 +260,7 @@ impl Monitor {
                 continue;
             };
             if let Ok(layer) = Layer::open(&writing.into.join(&name), file.bytes, true) {
-                guest.disks.replace(disk, *chain, layer);
+                guest.disks.replace(disk, *chain, layer, &self.dir);
             }
         }
     }

@@ -7,6 +7,7 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use dormouse_snapshot::devices::{DiskRecord, Inventory};
 use serde::{Deserialize, Serialize};
@@ -16,7 +17,7 @@ use super::guest::memory_name;
 use super::process::{close_all_but, leave};
 use super::saved::{Saved, SavedError};
 use crate::control::{Checkpointed, ErrorCode, Machine, SnapshotFile};
-use crate::layers::memory::Base;
+use crate::layers::memory::{self, Base};
 use crate::layers::{Frozen, LayerError, link_or_copy};
 use crate::memory::GuestMemory;
 
@@ -28,6 +29,8 @@ pub struct Order<'a> {
     pub machine: &'a Machine,
     pub memory: &'a GuestMemory,
     pub base: &'a Base,
+    /// The memory of the last snapshot; empty: there is none.
+    pub last: &'a [Arc<File>],
     pub disks: &'a [Frozen],
     pub records: Vec<DiskRecord>,
     pub saved: &'a Saved,
@@ -59,6 +62,7 @@ pub fn live(order: &Order<'_>, report: OwnedFd) -> ! {
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     let mut keep: Vec<BorrowedFd<'_>> = vec![report.as_fd()];
     keep.extend(order.base.layers().iter().map(|layer| layer.file.as_fd()));
+    keep.extend(order.last.iter().map(AsFd::as_fd));
     keep.extend(order.disks.iter().flat_map(|disk| &disk.layers).map(|layer| layer.file.as_fd()));
     // The carrier's pipes and the control socket among them: their other ends must see the monitor's end alone.
     close_all_but(&keep);
@@ -102,12 +106,17 @@ fn write(order: &Order<'_>) -> Result<Checkpointed, ScribeError> {
 
 /// Answers how many bytes are new, and how many layers there are.
 fn write_memory(order: &Order<'_>, files: &mut Vec<SnapshotFile>) -> Result<(u64, usize), ScribeError> {
-    let bytes = crate::layers::memory::size(order.memory);
+    let bytes = memory::size(order.memory);
     // The new one is written under a name of its own first: only then it is known whether it stands alone.
     let temporary = order.into.join("memory.new");
-    let written = order.base.write(order.memory, &temporary).map_err(ScribeError::Layer)?;
+    // A chain that cannot be read any more costs space, not the snapshot.
+    let last = Some(order.last)
+        .filter(|files| !files.is_empty())
+        .and_then(|files| Base::of_files(files, bytes).ok());
+    let written =
+        memory::write(order.memory, order.base, last.as_ref(), &temporary).map_err(ScribeError::Layer)?;
     written.layer.sync(bytes).map_err(ScribeError::Layer)?;
-    let below = if written.incremental { order.base.layers() } else { &[] };
+    let below = &last.as_ref().unwrap_or(order.base).layers()[..written.on];
     for (number, layer) in below.iter().enumerate() {
         let name = memory_name(number);
         let shared = link_or_copy(layer, bytes, &order.into.join(&name)).map_err(ScribeError::Layer)?;

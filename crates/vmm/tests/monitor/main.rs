@@ -24,6 +24,7 @@ const TESTS: &[Test] = &[
     ("forks_of_forks_and_many_at_once", forks_of_forks_and_many_at_once),
     ("a_checkpoint_is_restored_where_it_was", a_checkpoint_is_restored_where_it_was),
     ("incremental_checkpoints_write_what_changed", incremental_checkpoints_write_what_changed),
+    ("checkpoint_after_checkpoint_writes_what_changed", checkpoint_after_checkpoint_writes_what_changed),
     ("a_held_checkpoint_stays_paused", a_held_checkpoint_stays_paused),
     ("several_checkpoints_at_once", several_checkpoints_at_once),
     ("a_guest_that_resets_ends_the_monitor", a_guest_that_resets_ends_the_monitor),
@@ -214,6 +215,42 @@ fn incremental_checkpoints_write_what_changed() {
         other.stop().unwrap();
     }
     assert_continues(written.split_once('\n').unwrap().1, "");
+}
+
+fn checkpoint_after_checkpoint_writes_what_changed() {
+    let mut rig = Rig::new();
+    let (dir, mut client) = counting(&mut rig, 64, 48);
+    for round in 0..12 {
+        client.pause().unwrap();
+        let before = serial(&dir);
+        let into = rig.folder();
+        let done = client.checkpoint(into.clone(), false).unwrap();
+        client.resume().unwrap();
+        grow(&dir);
+        let layers = done.files.iter().filter(|file| file.name.starts_with("memory.")).count();
+        assert!(layers <= 8);
+        if layers > 1 {
+            assert!(done.memory_bytes <= 16 << 10, "{} bytes in round {round}", done.memory_bytes);
+        }
+        if round % 5 == 4 {
+            let (restored, mut other) = rig.restore(&machine(64), &into);
+            other.resume().unwrap();
+            grow(&restored);
+            assert_continues(&before, &serial(&restored));
+            // A child's next snapshot, too, lies on its source's last one.
+            let (children, _) = rig.fork(&mut client, 1);
+            let mut child = connect(&children[0]);
+            // Snapshots may go: what is needed of them is kept.
+            std::fs::remove_dir_all(&into).unwrap();
+            let from = rig.folder();
+            let done = child.checkpoint(from.clone(), false).unwrap();
+            assert!(done.memory_bytes <= 16 << 10 || done.files.len() == 2, "{done:?}");
+            assert!(done.files.iter().filter(|file| file.shared).count() + 2 >= done.files.len(), "{done:?}");
+            let (restored, mut other) = rig.restore(&machine(64), &from);
+            other.resume().unwrap();
+            grow(&restored);
+        }
+    }
 }
 
 fn a_held_checkpoint_stays_paused() {

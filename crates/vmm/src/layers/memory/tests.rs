@@ -4,6 +4,8 @@ use proptest::prelude::*;
 use vm_memory::{Bytes as _, GuestAddress};
 
 use super::*;
+use crate::layers::file::create;
+use crate::layers::{CHAIN_MAX, PAGE};
 
 const LOW_PAGES: u64 = 40;
 const PAGES: u64 = 64;
@@ -77,9 +79,9 @@ proptest! {
                 Op::Cycle => {
                     files += 1;
                     let path = dir.path().join(format!("m{files}"));
-                    let done = base.write(&guest, &path).unwrap();
+                    let done = write(&guest, &base, None, &path).unwrap();
                     done.layer.sync(size(&guest)).unwrap();
-                    if done.incremental {
+                    if done.on > 0 {
                         prop_assert!(done.layer.extents.bytes() <= written.len() as u64 * PAGE_BYTES);
                     } else {
                         paths.clear();
@@ -98,6 +100,58 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Snapshot after snapshot of memory that runs on, booted or restored: each has exactly what changed since the one
+    /// before, and restores to what the memory was.
+    #[test]
+    fn later_snapshots_have_what_changed(
+        restored in any::<bool>(),
+        rounds in proptest::collection::vec(proptest::collection::vec((0..PAGES, 0..4_u8), 0..12), 1..12),
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let mut model = vec![0; usize::try_from(PAGES).unwrap()];
+        let mut guest = memory();
+        let mut base = Base::default();
+        let mut chain: Vec<PathBuf> = Vec::new();
+        if restored {
+            for page in 10..50 {
+                fill(&guest, page, 3);
+                model[usize::try_from(page).unwrap()] = 3;
+            }
+            chain.push(dir.path().join("base"));
+            write(&guest, &base, None, &chain[0]).unwrap();
+            base = Base::open(&[&chain[0]], PAGES * PAGE_BYTES).unwrap();
+            guest = memory();
+            base.map(&guest).unwrap();
+        }
+        for (number, round) in rounds.into_iter().enumerate() {
+            let before = model.clone();
+            for (page, byte) in round {
+                fill(&guest, page, byte);
+                model[usize::try_from(page).unwrap()] = byte;
+            }
+            let all: Vec<&Path> = chain.iter().map(PathBuf::as_path).collect();
+            let last = (number > 0).then(|| Base::open(&all, PAGES * PAGE_BYTES).unwrap());
+            let path = dir.path().join(format!("m{number}"));
+            let done = write(&guest, &base, last.as_ref(), &path).unwrap();
+            done.layer.sync(size(&guest)).unwrap();
+            chain.truncate(done.on);
+            chain.push(path);
+            if number > 0 && done.on > 0 {
+                let changed = before.iter().zip(&model).filter(|(one, other)| one != other).count();
+                prop_assert_eq!(done.layer.extents.bytes(), changed as u64 * PAGE_BYTES);
+            }
+            let all: Vec<&Path> = chain.iter().map(PathBuf::as_path).collect();
+            let copy = memory();
+            Base::open(&all, PAGES * PAGE_BYTES).unwrap().map(&copy).unwrap();
+            check(&copy, &model);
+        }
+        check(&guest, &model);
+    }
+}
+
 #[test]
 fn a_page_that_became_zero_is_data() {
     let dir = tempfile::tempdir().unwrap();
@@ -105,14 +159,14 @@ fn a_page_that_became_zero_is_data() {
     let guest = memory();
     fill(&guest, 3, 7);
     fill(&guest, 50, 8);
-    Base::default().write(&guest, &first).unwrap();
+    write(&guest, &Base::default(), None, &first).unwrap();
     let base = Base::open(&[&first], PAGES * PAGE_BYTES).unwrap();
     let restored = memory();
     base.map(&restored).unwrap();
     fill(&restored, 3, 0);
     fill(&restored, 4, 0);
-    let done = base.write(&restored, &second).unwrap();
-    assert!(done.incremental);
+    let done = write(&restored, &base, None, &second).unwrap();
+    assert_eq!(done.on, 1);
     let ranges: Vec<_> = done.layer.extents.iter().cloned().collect();
     assert!(matches!(&ranges[..], [range] if *range == (3 * PAGE_BYTES..4 * PAGE_BYTES)));
 }
@@ -123,7 +177,7 @@ fn both_ways_of_finding_changed_pages_agree() {
     let path = dir.path().join("1");
     let guest = memory();
     (0..30).for_each(|page| fill(&guest, page, 1));
-    Base::default().write(&guest, &path).unwrap();
+    write(&guest, &Base::default(), None, &path).unwrap();
     let base = Base::open(&[&path], PAGES * PAGE_BYTES).unwrap();
     let restored = memory();
     base.map(&restored).unwrap();
