@@ -6,6 +6,7 @@
 #![allow(unsafe_code, reason = "fork(2) has no safe form")]
 
 use std::fs::File;
+use std::os::fd::AsFd;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -117,7 +118,8 @@ fn assemble(vm: Vm, fds: Vec<VcpuFd>, saved: Option<&MachineState>) -> Result<As
     let power = power::attach(&mut ports, &ending, saved.map_or(PowerState::default(), |saved| saved.power))?;
     let line = EventFd::new(EFD_CLOEXEC)?;
     vm.connect_interrupt(&line, layout::COM1_IRQ)?;
-    let console = ConsoleLog::new(None, Some(File::options().write(true).open("/dev/stdout")?))?;
+    let stdout = std::io::stdout().as_fd().try_clone_to_owned()?;
+    let console = ConsoleLog::new(None, Some(stdout.into()))?;
     let serial = match saved {
         Some(saved) => SerialPort::restore(&saved.serial, line, console)?,
         None => SerialPort::new(line, console),
