@@ -1,46 +1,59 @@
 //! Forking: children that are monitors of their own.
 //!
-//! The source stands still from the moment its vCPUs are parked until the last child is forked off. Each child then
-//! builds its VM by itself, reports, and waits to be resumed; when all have reported, the fork is answered. If one
-//! fails, all of them end.
+//! ```text
+//!   source   ── parks, saves, forks once ──> runs on ─────────────── answers when all are ready
+//!                       └─ first child ── forks the others ── builds its VM ── ready, paused
+//!                                              └─ others ──── build theirs ─── ready, paused
+//! ```
+//! So the source stands still for one fork, however many children there are. If one child fails, all of them end.
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::Instant;
 
+use dormouse_sys::fds::Pipe;
+use rustix::process::Pid;
+
+use super::events::Token;
 use super::guest::{Guest, GuestError, HostSide};
-use super::process::{self, Side, leave};
+use super::process::{self, leave};
 use super::requests::{Refusal, host_side};
 use super::saved::Saved;
 use super::{Flow, Job, Monitor, MonitorError, chain};
 use crate::control::{Answer, ErrorCode, ForkChild, Forked};
 
-/// What a child says when it is ready.
-const READY: &[u8] = b"ready";
+/// What a child says when it is ready; its process id follows.
+const READY: &str = "ready ";
 
 /// One fork whose children have not all reported.
 pub struct Fork {
     peer: u32,
-    done: Forked,
-    /// The children, by their number among the forked processes.
-    members: Vec<u32>,
-    waiting: usize,
-    failed: Option<String>,
+    stopped_us: u64,
+    members: Vec<Member>,
 }
 
-/// A child that has reported.
-pub struct Settled {
-    pub forked: u32,
-    pub report: Vec<u8>,
+/// A child as its source sees it.
+enum Member {
+    /// It has not reported; its report comes here.
+    Waiting(OwnedFd),
+    Ready(Pid),
+    Failed(String),
+}
+
+/// A child that is still to be: its side of the host, and where it reports.
+struct Seed {
+    host: HostSide,
+    report: OwnedFd,
 }
 
 /// What a forked child is to become.
 pub struct Plan {
-    host: HostSide,
+    seed: Seed,
     saved: Saved,
-    report: OwnedFd,
+    /// Children of this one that are its siblings for everybody else.
+    others: Vec<Pid>,
 }
 
 impl Monitor {
@@ -62,111 +75,144 @@ impl Monitor {
     ) -> Result<Option<Box<Plan>>, Refusal> {
         let net = self.guest()?.machine.net;
         let mut fds = fds.into_iter();
-        let mut hosts = Vec::with_capacity(children.len());
+        let (mut seeds, mut reports) = (Vec::new(), Vec::new());
         for ForkChild { dir } in children {
-            hosts.push(host_side(dir, &mut fds, net)?);
+            let pipe = Pipe::new()?;
+            seeds.push(Seed { host: host_side(dir, &mut fds, net)?, report: pipe.write });
+            reports.push(pipe.read);
         }
+        process::adopt_orphans();
         let begun = Instant::now();
         let was_running = self.guest()?.running;
         self.pause()?;
-        let forked = match self.fork_each(hosts) {
-            Ok(Each::Parent(forked)) => Ok(forked),
-            Ok(Each::Child(plan)) => return Ok(Some(plan)),
-            Err(refusal) => Err(refusal),
-        };
+        let forked = self.fork_first(seeds);
+        if let Ok(Some(plan)) = forked {
+            return Ok(Some(plan));
+        }
         if was_running {
             self.resume()?;
         }
         let stopped_us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
-        self.watch_children(peer, forked?, stopped_us)?;
+        forked?;
+        let fork = self.id();
+        for (number, report) in (0_u32..).zip(&reports) {
+            self.watch
+                .add(report, Token::Child { fork, number: u16::try_from(number).unwrap_or(u16::MAX) })?;
+        }
+        let members = reports.into_iter().map(Member::Waiting).collect();
+        self.forks.insert(fork, Fork { peer, stopped_us, members });
         Ok(None)
     }
 
-    fn fork_each(&mut self, hosts: Vec<HostSide>) -> Result<Each, Refusal> {
+    fn fork_first(&mut self, seeds: Vec<Seed>) -> Result<Option<Box<Plan>>, Refusal> {
         let dir = self.dir.clone();
         let guest = self.guest()?;
         let saved = guest.save()?;
         guest.disks.freeze(&dir).map_err(GuestError::Layer)?;
-        let mut forked: Vec<process::Forked> = Vec::with_capacity(hosts.len());
-        let mut hosts = hosts.into_iter();
-        for host in hosts.by_ref() {
-            match process::fork() {
-                Ok(Side::Parent(child)) => forked.push(child),
-                // The descriptors of the children still to come go with `hosts`.
-                Ok(Side::Child(report)) => return Ok(Each::Child(Box::new(Plan { host, saved, report }))),
-                Err(error) => {
-                    for child in &forked {
-                        child.kill();
-                        child.wait();
-                    }
-                    return Err(error.into());
-                }
-            }
-        }
-        Ok(Each::Parent(forked))
-    }
-
-    fn watch_children(&mut self, peer: u32, forked: Vec<process::Forked>, stopped_us: u64) -> io::Result<()> {
-        let fork = self.id();
-        let pids = forked.iter().map(|child| child.pid.as_raw_nonzero().get().unsigned_abs()).collect();
-        let waiting = forked.len();
-        let mut members = Vec::with_capacity(waiting);
-        for child in forked {
-            members.push(self.watch_forked(child, Job::Child { fork })?);
-        }
-        let done = Forked { stopped_us, pids };
-        self.forks.insert(fork, Fork { peer, done, members, waiting, failed: None });
-        Ok(())
+        // The source's part of the pipes and of the children's descriptors goes with `seeds`.
+        Ok(if process::split()?.is_none() { fork_others(seeds, saved) } else { None })
     }
 
     /// A child is ready, or failed.
-    pub(super) fn on_child(&mut self, fork: u32, settled: Settled) -> io::Result<()> {
-        let Some(state) = self.forks.get_mut(&fork) else { return Ok(()) };
-        state.waiting = state.waiting.saturating_sub(1);
-        if settled.report != READY {
-            let said = String::from_utf8_lossy(&settled.report);
-            let why = if said.is_empty() { "it was killed or crashed" } else { &*said };
-            let place = state.members.iter().position(|member| *member == settled.forked).unwrap_or(0);
-            state.failed.get_or_insert_with(|| format!("child {place}: {why}"));
+    pub(super) fn on_child(&mut self, id: u32, number: u16) -> io::Result<()> {
+        let Some(member) = self.forks.get_mut(&id).and_then(|fork| fork.members.get_mut(usize::from(number)))
+        else {
+            return Ok(());
+        };
+        let Member::Waiting(report) = member else { return Ok(()) };
+        self.watch.remove(&*report)?;
+        let said = process::read_report(report.as_fd()).unwrap_or_default();
+        let said = String::from_utf8_lossy(&said).into_owned();
+        let pid = said.strip_prefix(READY).and_then(|pid| pid.parse().ok()).and_then(Pid::from_raw);
+        *member = match pid {
+            Some(pid) => Member::Ready(pid),
+            None if said.is_empty() => Member::Failed("it was killed or crashed".to_owned()),
+            None => Member::Failed(said),
+        };
+        if let Some(pid) = pid {
+            self.watch_end(pid)?;
         }
-        if state.waiting > 0 {
+        self.settle(id)
+    }
+
+    /// Answers a fork when all children have reported.
+    fn settle(&mut self, id: u32) -> io::Result<()> {
+        let waits = |fork: &Fork| fork.members.iter().any(|member| matches!(member, Member::Waiting(_)));
+        if self.forks.get(&id).is_none_or(waits) {
             return Ok(());
         }
-        let Some(fork) = self.forks.remove(&fork) else { return Ok(()) };
-        let Some(message) = fork.failed else {
-            return self.answer(fork.peer, &Answer::Forked(fork.done));
-        };
-        for member in &fork.members {
-            if let Some((child, _)) = self.forked.get(member) {
-                child.kill();
+        let Some(fork) = self.forks.remove(&id) else { return Ok(()) };
+        let failed = fork.members.iter().enumerate().find_map(|(number, member)| match member {
+            Member::Failed(why) => Some(format!("child {number}: {why}")),
+            _ => None,
+        });
+        let pids = fork.members.iter().filter_map(|member| match member {
+            Member::Ready(pid) => Some(*pid),
+            _ => None,
+        });
+        if let Some(message) = failed {
+            for pid in pids {
+                self.forked
+                    .values()
+                    .filter(|(forked, _)| forked.pid == pid)
+                    .for_each(|(forked, _)| forked.kill());
             }
+            return self.answer(fork.peer, &Answer::Error { code: ErrorCode::Host, message });
         }
-        self.answer(fork.peer, &Answer::Error { code: ErrorCode::Host, message })
+        let pids = pids.map(|pid| pid.as_raw_nonzero().get().unsigned_abs()).collect();
+        self.answer(fork.peer, &Answer::Forked(Forked { stopped_us: fork.stopped_us, pids }))
+    }
+
+    /// Takes the exit status of a child's monitor when it ends.
+    fn watch_end(&mut self, pid: Pid) -> io::Result<()> {
+        let pipe = Pipe::new()?;
+        // It may have ended already: then there is nothing to watch.
+        let Ok(forked) = process::Forked::open(pid, pipe.read) else { return Ok(()) };
+        let id = self.id();
+        self.watch.add(forked.handle(), Token::Ended(id))?;
+        self.forked.insert(id, (forked, Job::Settled));
+        Ok(())
     }
 }
 
-enum Each {
-    Parent(Vec<process::Forked>),
-    Child(Box<Plan>),
+/// In the first child: forks the others. In each of them: what it is to become.
+fn fork_others(seeds: Vec<Seed>, saved: Saved) -> Option<Box<Plan>> {
+    let mut seeds = seeds.into_iter();
+    let first = seeds.next()?;
+    let mut others = Vec::new();
+    for seed in seeds.by_ref() {
+        match process::split() {
+            // What is left of `seeds`, and `first`, are closed here: they are for others.
+            Ok(None) => return Some(Box::new(Plan { seed, saved, others: Vec::new() })),
+            Ok(Some(pid)) => others.push(pid),
+            Err(error) => tell(seed.report, &chain(&error)),
+        }
+    }
+    Some(Box::new(Plan { seed: first, saved, others }))
+}
+
+/// If nobody listens any more, nobody misses it.
+fn tell(report: OwnedFd, what: &str) {
+    let _ = File::from(report).write_all(what.as_bytes());
 }
 
 impl Plan {
     /// In the forked child: makes its monitor, in the place of `parent`, which is what it has of its parent's.
     pub(super) fn carry_out(self: Box<Self>, mut parent: Monitor) -> Monitor {
-        let Self { host, saved, report } = *self;
-        let mut report = File::from(report);
+        let Self { seed: Seed { host, report }, saved, others } = *self;
         let made = parent.guest.take().ok_or_else(|| "it has no guest".to_owned()).and_then(|guest| {
             let kvm = crate::vm::open_kvm().map_err(|error| chain(&error))?;
-            become_child(guest, kvm, host, &saved)
+            become_child(guest, kvm, host, &saved, others)
         });
         // Closes what is the parent's here, and only here.
         drop(parent);
         match made {
-            Ok(monitor) if report.write_all(READY).is_ok() => monitor,
-            Ok(_) => leave(1),
+            Ok(monitor) => {
+                tell(report, &format!("{READY}{}", std::process::id()));
+                monitor
+            }
             Err(message) => {
-                // If nobody listens any more, nobody misses it.
-                let _ = report.write_all(message.as_bytes());
+                tell(report, &message);
                 leave(1)
             }
         }
@@ -178,6 +224,7 @@ fn become_child(
     kvm: kvm_ioctls::Kvm,
     host: HostSide,
     saved: &Saved,
+    others: Vec<Pid>,
 ) -> Result<Monitor, String> {
     let dir: PathBuf = host.dir.clone();
     let mut kept = guest.abandon();
@@ -186,5 +233,8 @@ fn become_child(
     let guest = Guest::rebuild(&kvm, kept, saved, host).map_err(|error| chain(&error))?;
     let mut monitor = Monitor::new(&dir, kvm).map_err(|error: MonitorError| chain(&error))?;
     monitor.adopt(guest).map_err(|error| chain(&error))?;
+    for pid in others {
+        monitor.watch_end(pid).map_err(|error| chain(&error))?;
+    }
     Ok(monitor)
 }

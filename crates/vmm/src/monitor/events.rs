@@ -19,6 +19,11 @@ pub enum Token {
     Devices,
     /// A connection.
     Peer(u32),
+    /// The report of a fork's child.
+    Child {
+        fork: u32,
+        number: u16,
+    },
     /// The report of a process that was forked off.
     Report(u32),
     /// The end of a process that was forked off.
@@ -44,6 +49,8 @@ impl Token {
             Self::Ended(id) => numbered(5, id),
             Self::Queue { slot, queue } => numbered(6, u32::from(slot) << 16 | u32::from(queue)),
             Self::Backend { slot } => numbered(7, slot.into()),
+            // The kind is in the lowest bits of the upper half.
+            Self::Child { fork, number } => numbered(u64::from(number) << 4 | 8, fork),
         }
     }
 
@@ -51,7 +58,11 @@ impl Token {
         let number = u32::try_from(packed & u64::from(u32::MAX)).ok()?;
         let low = u16::try_from(number & 0xffff).ok()?;
         let high = u16::try_from(number >> 16).ok()?;
-        match packed >> 32 {
+        let upper = u16::try_from(packed >> 36).ok()?;
+        let plain = upper == 0;
+        match (packed >> 32) & 0xf {
+            8 => Some(Self::Child { fork: number, number: upper }),
+            _ if !plain => None,
             0 => Some(Self::Listener),
             1 => Some(Self::Ending),
             2 => Some(Self::Devices),
@@ -122,6 +133,7 @@ mod tests {
             Token::Ending,
             Token::Devices,
             Token::Peer(u32::MAX),
+            Token::Child { fork: u32::MAX, number: 99 },
             Token::Report(7),
             Token::Ended(7),
             Token::Queue { slot: 3, queue: u16::MAX },

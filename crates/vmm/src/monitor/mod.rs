@@ -35,7 +35,7 @@ use std::path::{Path, PathBuf};
 
 use kvm_ioctls::Kvm;
 
-use self::children::{Plan, Settled};
+use self::children::Plan;
 use self::events::{Token, Watch};
 use self::guest::Guest;
 use self::process::Forked;
@@ -109,10 +109,6 @@ struct Connection {
 /// Something that a connection waits for, or nobody any more.
 enum Job {
     Scribe(requests::Writing),
-    /// A child's monitor that has not reported yet, as a member of a fork.
-    Child {
-        fork: u32,
-    },
     /// A child's monitor that lives: only its end is waited for.
     Settled,
 }
@@ -181,6 +177,7 @@ impl Monitor {
             Token::Ending => return Ok(self.on_ending()),
             Token::Devices => self.on_devices()?,
             Token::Peer(id) => return self.on_peer(id),
+            Token::Child { fork, number } => self.on_child(fork, number)?,
             Token::Report(id) => self.on_report(id)?,
             Token::Ended(id) => self.on_ended(id)?,
             // These are the inner instance's.
@@ -283,10 +280,6 @@ impl Monitor {
         let report = forked.report().unwrap_or_default();
         match std::mem::replace(job, Job::Settled) {
             Job::Scribe(writing) => self.on_written(writing, &report),
-            Job::Child { fork } => {
-                let settled = Settled { forked: id, report };
-                self.on_child(fork, settled)
-            }
             Job::Settled => Ok(()),
         }
     }
@@ -322,7 +315,7 @@ impl Monitor {
 
     fn end(mut self, exit: &Exit) -> Result<(), MonitorError> {
         for (forked, job) in self.forked.values() {
-            if matches!(job, Job::Scribe(_) | Job::Child { .. }) {
+            if matches!(job, Job::Scribe(_)) {
                 forked.kill();
             }
         }

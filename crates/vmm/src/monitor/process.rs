@@ -27,24 +27,32 @@ pub struct Forked {
     report: OwnedFd,
 }
 
-/// Forks. All other threads of this process must be parked and hold no lock: the child has only this one.
+/// Forks, with a pipe for the child's report.
 pub fn fork() -> io::Result<Side> {
     let pipe = Pipe::new()?;
+    match split()? {
+        None => Ok(Side::Child(pipe.write)),
+        Some(pid) => Ok(Side::Parent(Forked::open(pid, pipe.read)?)),
+    }
+}
+
+/// fork(2); `None`: this is the child. All other threads of this process must be parked and hold no lock: the child has
+/// only this one.
+pub fn split() -> io::Result<Option<Pid>> {
     // SAFETY: what the child touches afterwards is whole: other threads are parked outside of any lock (the
     // caller's promise), and the C library takes its own locks around the fork.
-    let pid = unsafe { libc::fork() };
-    match pid {
+    match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
-        0 => Ok(Side::Child(pipe.write)),
-        pid => {
-            let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::Other)?;
-            let handle = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
-            Ok(Side::Parent(Forked { pid, handle, report: pipe.read }))
-        }
+        pid => Ok(Pid::from_raw(pid)),
     }
 }
 
 impl Forked {
+    pub fn open(pid: Pid, report: OwnedFd) -> io::Result<Self> {
+        let handle = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
+        Ok(Self { pid, handle, report })
+    }
+
     /// Readable when the report is there, or will never be.
     pub fn report_fd(&self) -> BorrowedFd<'_> {
         self.report.as_fd()
@@ -55,11 +63,9 @@ impl Forked {
         self.handle.as_fd()
     }
 
-    /// What it reported: everything it wrote before it closed its end. Waits for that.
+    /// What it reported: see [`read_report`].
     pub fn report(&self) -> io::Result<Vec<u8>> {
-        let mut bytes = Vec::new();
-        File::from(self.report.try_clone()?).take(REPORT_BYTES_MAX).read_to_end(&mut bytes)?;
-        Ok(bytes)
+        read_report(self.report.as_fd())
     }
 
     /// Takes its exit status, so that no zombie stays. True: it had ended.
@@ -69,18 +75,24 @@ impl Forked {
         !matches!(rustix::process::waitid(id, options), Ok(None))
     }
 
-    /// Waits for its end and takes its exit status.
-    pub fn wait(&self) {
-        let id = rustix::process::WaitId::PidFd(self.handle.as_fd());
-        // An error means that it was reaped already.
-        let _ = rustix::process::waitid(id, WaitIdOptions::EXITED);
-    }
-
     /// Ends it.
     pub fn kill(&self) {
         // It may have ended by itself.
         let _ = rustix::process::pidfd_send_signal(&self.handle, rustix::process::Signal::KILL);
     }
+}
+
+/// Everything that a process wrote before it closed its end. Waits for that.
+pub fn read_report(report: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::from(report.try_clone_to_owned()?).take(REPORT_BYTES_MAX).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// Lets orphans of this process's descendants become its children: it takes their exit status.
+pub fn adopt_orphans() {
+    // A kernel that refuses leaves them to process 1.
+    let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
 }
 
 /// The event's descriptor as the standard library has it.

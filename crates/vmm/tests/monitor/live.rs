@@ -1,7 +1,7 @@
 //! With a real kernel, where KVM can run one: `monitor live KERNEL INITRAMFS DISK [CMDLINE]`.
 //!
 //! The guest's init writes, reads and checks a file on the disk and 64 MiB of memory, and writes `tick N …` to the
-//! serial port again and again, or `FAIL` and why.
+//! serial port again and again, or `FAIL` and why. It connects to the carrier's port and sends back what it gets there.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -9,6 +9,9 @@ use std::time::Instant;
 use dormouse_vmm::control::{Client, Disk, Kernel, Machine};
 
 use crate::rig::{Rig, connect, serial, wait_for};
+
+/// More than all buffers on the way hold.
+const TALK_BYTES: usize = 1 << 20;
 
 fn ticks(dir: &Path) -> usize {
     let text = serial(dir);
@@ -53,6 +56,8 @@ pub fn live(args: &[String]) {
     let (dir, mut client) = rig.boot(&machine, &kernel);
     goes_on(&dir, 3);
     println!("boot to the third tick: {:.0} ms", ms(since));
+    rig.talk(0, TALK_BYTES);
+    println!("the carrier carries {TALK_BYTES} bytes there and back");
     for _ in 0..5 {
         let since = Instant::now();
         client.pause().expect("a pause");
@@ -82,10 +87,12 @@ fn fork_and_fork_again(rig: &mut Rig, dir: &Path, client: &mut Client) {
         let (children, forked) = rig.fork(client, count);
         println!("fork of {count}: stopped {} us, answered after {:.1} ms", forked.stopped_us, ms(since));
         let mut clients: Vec<Client> = children.iter().map(|child| resumed("fork", child)).collect();
-        for child in &children {
+        for (number, child) in children.iter().enumerate() {
             goes_on(child, 2);
+            rig.talk(rig.carriers() - count + number, TALK_BYTES);
         }
         goes_on(dir, 2);
+        rig.talk(0, TALK_BYTES);
         let (grandchildren, _) = rig.fork(&mut clients[0], 1);
         let mut grandchild = resumed("fork of a fork", &grandchildren[0]);
         goes_on(&grandchildren[0], 2);
@@ -105,6 +112,7 @@ fn chain(rig: &mut Rig, machine: &Machine, mut from: PathBuf) {
         println!("restore {generation}: {:.1} ms", ms(since));
         drop(resumed("restore", &dir));
         goes_on(&dir, 3);
+        rig.talk(rig.carriers() - 1, TALK_BYTES);
         from = rig.folder();
         let since = Instant::now();
         let done = client.checkpoint(from.clone(), generation % 2 == 0).expect("a checkpoint");

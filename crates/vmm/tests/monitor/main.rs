@@ -22,6 +22,10 @@ const TESTS: &[Test] = &[
     ("a_guest_runs_pauses_and_resumes", a_guest_runs_pauses_and_resumes),
     ("a_fork_goes_on_from_the_same_instant", a_fork_goes_on_from_the_same_instant),
     ("forks_of_forks_and_many_at_once", forks_of_forks_and_many_at_once),
+    (
+        "a_fork_of_many_stops_its_source_once_or_fails_whole",
+        a_fork_of_many_stops_its_source_once_or_fails_whole,
+    ),
     ("a_checkpoint_is_restored_where_it_was", a_checkpoint_is_restored_where_it_was),
     ("incremental_checkpoints_write_what_changed", incremental_checkpoints_write_what_changed),
     ("checkpoint_after_checkpoint_writes_what_changed", checkpoint_after_checkpoint_writes_what_changed),
@@ -170,6 +174,39 @@ fn forks_of_forks_and_many_at_once() {
     assert_eq!(grandchild.status().unwrap().state, State::Running);
     let (_, pid) = grandchild.hello().unwrap();
     assert!(!forked.pids.contains(&pid));
+}
+
+/// Processes that were started as the monitor of `dir`, or forked off such a one; no zombies.
+fn processes(dir: &Path) -> usize {
+    let of_dir = |entry: &std::fs::DirEntry| {
+        let words = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        words.split(|byte| *byte == 0).any(|word| word == dir.as_os_str().as_encoded_bytes())
+    };
+    std::fs::read_dir("/proc").unwrap().flatten().filter(of_dir).count()
+}
+
+fn a_fork_of_many_stops_its_source_once_or_fails_whole() {
+    let mut rig = Rig::new();
+    let (dir, mut client) = counting(&mut rig, 300, 256);
+    let (_, one) = rig.fork(&mut client, 1);
+    let (_, many) = rig.fork(&mut client, 16);
+    // Sixteen forks in a row would be sixteen times as long; much room for a host that is busy.
+    assert!(many.stopped_us < one.stopped_us * 8 + 20_000, "{one:?} {many:?}");
+    let before = processes(&dir);
+    assert_eq!(before, 18);
+    let mut children: Vec<_> =
+        (0..5).map(|_| dormouse_vmm::control::ForkChild { dir: rig.folder() }).collect();
+    for bad in [0, 2, 4] {
+        use std::os::fd::AsFd;
+        children[bad].dir = "/nowhere/at/all".into();
+        let fds: Vec<_> = (0..5).flat_map(|_| rig.carrier()).collect();
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        let error = client.fork(children.clone(), &fds).unwrap_err();
+        assert!(error.to_string().contains(&format!("child {bad}")), "{error}");
+        children = children.iter().map(|_| dormouse_vmm::control::ForkChild { dir: rig.folder() }).collect();
+    }
+    wait_for("the others to end", || (processes(&dir) == before).then_some(()));
+    grow(&dir);
 }
 
 fn a_checkpoint_is_restored_where_it_was() {

@@ -64,6 +64,35 @@ impl Rig {
         [input.0, output.1]
     }
 
+    /// Sends bytes through the carrier that was made as the `number`th, to a guest that sends back what it gets.
+    pub fn talk(&self, number: usize, bytes: usize) {
+        let (to_guest, from_guest) = &self.carriers[number];
+        let sent: Vec<u8> =
+            (0..bytes).map(|at| u8::try_from((at * 7 + number) % 251).expect("small")).collect();
+        let mut got = vec![0; bytes];
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut rest = &sent[..];
+                while !rest.is_empty() {
+                    let done = rustix::io::write(to_guest, rest).expect("the carrier takes bytes");
+                    rest = &rest[done..];
+                }
+            });
+            let mut filled = 0;
+            while filled < bytes {
+                let done = rustix::io::read(from_guest, &mut got[filled..]).expect("the carrier has bytes");
+                assert!(done > 0, "the carrier ended");
+                filled += done;
+            }
+        });
+        assert!(got == sent, "the carrier lost or changed bytes");
+    }
+
+    /// How many carriers were made.
+    pub fn carriers(&self) -> usize {
+        self.carriers.len()
+    }
+
     /// A monitor without a guest, and its folder.
     pub fn start(&mut self) -> (PathBuf, Client) {
         let dir = self.folder();
