@@ -22,6 +22,8 @@ use vmm_sys_util::signal::register_signal_handler;
 
 /// Exit code after a system call that is not allowed.
 const EXIT_CODE: i32 = 159;
+/// Exit code after a page of guest memory was lost.
+const EXIT_LOST_PAGE: i32 = 158;
 
 #[derive(Debug, thiserror::Error)]
 pub enum JailError {
@@ -40,6 +42,8 @@ static VCPU: OnceLock<Vec<BpfProgram>> = OnceLock::new();
 pub fn enter() -> Result<(), JailError> {
     give_up_privileges().map_err(|error| JailError::Privileges(error.into()))?;
     register_signal_handler(libc::SIGSYS, on_forbidden)
+        .map_err(|error| JailError::Privileges(io::Error::from_raw_os_error(error.errno())))?;
+    register_signal_handler(libc::SIGBUS, on_lost_page)
         .map_err(|error| JailError::Privileges(io::Error::from_raw_os_error(error.errno())))?;
     // Compiled now: threads that are forked off later have the same ones.
     let vcpu = vec![compile(calls::vcpu().map_err(JailError::Compile)?)?];
@@ -92,6 +96,14 @@ fn compile(rules: BTreeMap<i64, Vec<SeccompRule>>) -> Result<BpfProgram, JailErr
 
 fn apply(program: &BpfProgram) -> Result<(), JailError> {
     seccompiler::apply_filter(program).map_err(JailError::Filter)
+}
+
+/// A page of guest memory is not there: the file that it is mapped from was cut off, or its disk failed.
+extern "C" fn on_lost_page(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    let message = b"a page of guest memory cannot be read: a layer's file was cut off, or its disk failed\n";
+    let _ = rustix::io::write(rustix::stdio::stderr(), message);
+    // SAFETY: ends the process.
+    unsafe { libc::_exit(EXIT_LOST_PAGE) }
 }
 
 /// Says which call it was, and ends the process.

@@ -20,9 +20,10 @@ fn millis(duration: Duration) -> f64 {
 
 pub fn measure() {
     println!(
-        "| dirty MiB | pages | fork stops source ms | answered ms | child's first output ms | checkpoint stops ms |"
+        "| dirty MiB | pages | fork stops source ms | answered ms | child's first output ms | child's own KiB \
+         | checkpoint stops ms |"
     );
-    println!("|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|");
     for dirty_mib in DIRTY_MIB {
         for huge_pages in [true, false] {
             row(dirty_mib, huge_pages);
@@ -37,7 +38,8 @@ fn row(dirty_mib: u32, huge_pages: bool) {
     let kernel = rig.probe(COUNTER, dirty_mib);
     let (dir, mut client) = rig.boot(&shape, &kernel);
     wait_for("the counter", || (serial(&dir).len() > 100).then_some(()));
-    let (mut stopped, mut answered, mut output, mut checkpoints) = (vec![], vec![], vec![], vec![]);
+    let (mut stopped, mut answered, mut output) = (vec![], vec![], vec![]);
+    let (mut own, mut checkpoints) = (vec![], vec![]);
     for _ in 0..ROUNDS {
         let since = Instant::now();
         let (children, forked) = rig.fork(&mut client, 1);
@@ -47,15 +49,25 @@ fn row(dirty_mib: u32, huge_pages: bool) {
         child.resume().expect("a resume");
         wait_for("the child", || (!serial(&children[0]).is_empty()).then_some(()));
         output.push(millis(since.elapsed()));
+        own.push(own_kib(forked.pids[0]));
         child.stop().expect("a stop");
-        drop(child);
     }
     for _ in 0..ROUNDS.min(3) {
         checkpoints.push(checkpoint(&mut rig, &mut client));
     }
     let pages = if huge_pages { "huge" } else { "4 KiB" };
-    let [stopped, answered, output, checkpoints] = [stopped, answered, output, checkpoints].map(median);
-    println!("| {dirty_mib} | {pages} | {stopped:.2} | {answered:.1} | {output:.1} | {checkpoints:.2} |");
+    let [stopped, answered, output, own, checkpoints] =
+        [stopped, answered, output, own, checkpoints].map(median);
+    println!(
+        "| {dirty_mib} | {pages} | {stopped:.2} | {answered:.1} | {output:.1} | {own:.0} | {checkpoints:.2} |"
+    );
+}
+
+/// Memory that the process has for itself.
+fn own_kib(pid: u32) -> f64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).expect("its memory");
+    let own = text.lines().filter(|line| line.starts_with("Private_"));
+    own.filter_map(|line| line.split_ascii_whitespace().nth(1)?.parse::<f64>().ok()).sum()
 }
 
 fn checkpoint(rig: &mut Rig, client: &mut Client) -> f64 {
