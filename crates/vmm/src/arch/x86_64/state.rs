@@ -232,3 +232,72 @@ pub fn tell_paused(fd: &VcpuFd) {
 fn structure<T: FromBytes + Immutable>(bytes: &[u8], what: &'static str) -> Result<T, StateError> {
     T::read_from_bytes(bytes).map_err(|_| StateError::Size { what })
 }
+
+#[cfg(test)]
+mod tests {
+    use dormouse_snapshot::devices::x86::CpuidEntry;
+
+    use super::*;
+    use crate::arch::x86_64::boot::set_up_vcpus;
+    use crate::arch::x86_64::cpuid::{CpuTemplate, supported};
+    use crate::memory::anonymous;
+    use crate::vm::{Vm, open_kvm};
+
+    /// The MSRs that tell the time: they go on.
+    const TIME: [u32; 3] = [MSR_TSC, 0xe7, 0xe8];
+
+    fn capture(kvm: &Kvm, vm: &Vm, fds: &[VcpuFd]) -> (Vec<VcpuState>, VmState) {
+        let msrs = probe_msrs(kvm, &fds[0]).unwrap();
+        let capture = |(id, fd)| {
+            let mut state = capture_vcpu(fd, id, &msrs).unwrap();
+            state.msrs.retain(|(index, _)| !TIME.contains(index));
+            state
+        };
+        (fds.iter().enumerate().map(capture).collect(), capture_vm(vm.fd()).unwrap())
+    }
+
+    #[test]
+    fn what_was_restored_reads_the_same() {
+        let kvm = open_kvm().unwrap();
+        let vm = Vm::new(&kvm, anonymous(2).unwrap()).unwrap();
+        let fds = vm.create_vcpus(3).unwrap();
+        set_up_vcpus(&fds, &supported(&kvm, CpuTemplate::Host).unwrap(), 0x10_0000).unwrap();
+        let (vcpus, mut machine) = capture(&kvm, &vm, &fds);
+        assert_eq!(vcpus[0].regs.rip, 0x10_0000);
+        assert_eq!(vcpus[1].mp_state, kvm_bindings::KVM_MP_STATE_UNINITIALIZED);
+        machine.clock_ns = 3_600_000_000_000;
+
+        let again = Vm::new(&kvm, anonymous(2).unwrap()).unwrap();
+        let fds = again.create_vcpus(3).unwrap();
+        for (id, (fd, saved)) in fds.iter().zip(&vcpus).enumerate() {
+            restore_vcpu(fd, id, saved).unwrap();
+        }
+        restore_vm(again.fd(), &machine).unwrap();
+        let (vcpus_again, machine_again) = capture(&kvm, &again, &fds);
+        assert_eq!(vcpus_again, vcpus);
+        assert_eq!(machine_again.irqchips, machine.irqchips);
+        let gone = machine_again.clock_ns - machine.clock_ns;
+        assert!(gone < 600_000_000_000, "the clock goes on from where it was, not from when it was");
+    }
+
+    #[test]
+    fn what_kvm_cannot_take_is_refused_by_name() {
+        let kvm = open_kvm().unwrap();
+        let vm = Vm::new(&kvm, anonymous(2).unwrap()).unwrap();
+        let fds = vm.create_vcpus(2).unwrap();
+        let saved = capture_vcpu(&fds[0], 0, &[MSR_TSC]).unwrap();
+        let refused = |change: &dyn Fn(&mut VcpuState)| {
+            let mut saved = saved.clone();
+            change(&mut saved);
+            restore_vcpu(&fds[1], 1, &saved).unwrap_err().to_string()
+        };
+        let message = refused(&|saved| saved.sregs.control[3] = u64::MAX);
+        assert_eq!(message, "vCPU 1: KVM refuses the saved segment registers");
+        let message = refused(&|saved| saved.lapic = vec![0; 7].into());
+        assert_eq!(message, "the saved local APIC is not of this architecture's size");
+        let message = refused(&|saved| saved.msrs = vec![(0x1234_5678, 1)]);
+        assert_eq!(message, "vCPU 1: KVM refuses the saved MSR 0x12345678");
+        let message = refused(&|saved| saved.cpuid = vec![CpuidEntry::default(); 1000]);
+        assert!(message.contains("CPUID"), "{message}");
+    }
+}
