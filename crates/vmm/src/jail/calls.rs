@@ -66,6 +66,7 @@ const DEVICES: &[i64] = &[
     SYS_close_range,
     SYS_copy_file_range,
     SYS_dup,
+    SYS_dup2,
     SYS_dup3,
     SYS_epoll_create1,
     SYS_epoll_pwait,

@@ -10,7 +10,7 @@
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use dormouse_sys::fds::Pipe;
@@ -24,6 +24,8 @@ use super::saved::Saved;
 use super::{Flow, Job, Monitor, MonitorError, chain};
 use crate::control::{Answer, ErrorCode, ForkChild, Forked};
 
+/// A child's standard error, in its folder.
+const LOG: &str = "monitor.log";
 /// What a child says when it is ready; its process id follows.
 const READY: &str = "ready ";
 
@@ -219,6 +221,13 @@ impl Plan {
     }
 }
 
+/// From here on standard error is the child's own file: nobody else could give it one. Best effort.
+fn own_log(dir: &Path) {
+    if let Ok(log) = File::options().create(true).append(true).open(dir.join(LOG)) {
+        let _ = rustix::stdio::dup2_stderr(log);
+    }
+}
+
 fn become_child(
     guest: Guest,
     kvm: kvm_ioctls::Kvm,
@@ -227,6 +236,7 @@ fn become_child(
     others: Vec<Pid>,
 ) -> Result<Monitor, String> {
     let dir: PathBuf = host.dir.clone();
+    own_log(&dir);
     let mut kept = guest.abandon();
     kept.base.keep(&dir);
     kept.disks.renew(&dir).map_err(|error| chain(&error))?;

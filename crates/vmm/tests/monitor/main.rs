@@ -413,6 +413,8 @@ fn every_thread_of_a_monitor_is_jailed() {
     let (children, forked) = rig.fork(&mut client, 1);
     connect(&children[0]).resume().unwrap();
     let (_, pid) = client.hello().unwrap();
+    let log = std::fs::read_link(format!("/proc/{}/fd/2", forked.pids[0])).unwrap();
+    assert_eq!(log, children[0].join("monitor.log"));
     for pid in [pid, forked.pids[0]] {
         let tasks: Vec<_> = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().collect();
         let mut vcpus = 0;
