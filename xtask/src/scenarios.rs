@@ -28,10 +28,15 @@ pub struct Args {
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let binary = run::build_dormouse(false)?;
-    let data_dir = tools::data_dir(args.data_dir.as_deref());
+    let mut data_dir = tools::data_dir(args.data_dir.as_deref());
+    // A template belongs to one engine, and a folder has one of the name `base`.
+    if args.data_dir.is_none() && args.engine != EngineKind::Gvisor {
+        data_dir.set_file_name(format!("data-{}", args.engine));
+    }
     // The set-up talks on stdout, which is the list's alone.
     let data = data_dir.to_string_lossy();
-    eprint!("{}", run::output(&mut run::command(&binary, &["setup", "--data-dir", &data]))?);
+    let setup = ["setup", "--data-dir", &data, "--engine", &args.engine.to_string()];
+    eprint!("{}", run::output(&mut run::command(&binary, &setup))?);
     let outcomes = all(&binary, &data_dir, args.engine, &args.only);
     if args.json {
         println!("{}", serde_json::to_string_pretty(&outcomes)?);

@@ -1,4 +1,4 @@
-//! The one executable: command line, daemon (`serve`), and the hidden `keeper` that outlives the daemon.
+//! The one executable: command line, daemon (`serve`), and the hidden `keeper` and `monitor` that outlive the daemon.
 //!
 //! Invariant: holds nothing that a sandbox needs.
 
@@ -8,6 +8,7 @@ mod doctor;
 mod serve;
 mod setup;
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -20,6 +21,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Serve(args) => run_daemon(args, &context),
         Command::Keeper(args) => run_keeper(args),
+        Command::Monitor { dir } => run_monitor(&dir),
         command => run_command(command, &context),
     };
     match result {
@@ -62,6 +64,13 @@ fn run_keeper(args: KeeperArgs) -> Result<ExitStatus, CliError> {
     let KeeperArgs { dir, sandbox } = args;
     dormouse_keeper::run(dormouse_keeper::KeeperArgs { dir, sandbox })
         .map_err(|error| CliError::failed(chain(&error)))?;
+    Ok(ExitStatus::OK)
+}
+
+/// No tokio: threads, and a process that forks.
+fn run_monitor(dir: &Path) -> Result<ExitStatus, CliError> {
+    tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).init();
+    dormouse_vmm::monitor::run(dir).map_err(|error| CliError::failed(chain(&error)))?;
     Ok(ExitStatus::OK)
 }
 

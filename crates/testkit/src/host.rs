@@ -24,7 +24,7 @@ pub fn holdings(data_dir: &Path, daemon: u32) -> Result<Holdings> {
         processes: processes_naming(&folder, daemon)?,
         mounts: lines_naming("/proc/self/mountinfo", &folder)?,
         cgroups: cgroups_of(data_dir)?,
-        runtime_files: ["run", "gvisor/run", "gvisor/runtimes"]
+        runtime_files: ["run", "gvisor/run", "gvisor/runtimes", "microvm/run", "microvm/runtimes"]
             .iter()
             .flat_map(|sub| names_in(&data_dir.join(sub)))
             .collect(),
@@ -95,7 +95,8 @@ fn cgroups_of(data_dir: &Path) -> Result<BTreeSet<String>> {
                 continue;
             }
             let path = entry.path();
-            if path.components().any(|part| part.as_os_str().to_string_lossy() == tag) {
+            // Each engine's begins with it.
+            if path.components().any(|part| part.as_os_str().to_string_lossy().starts_with(&tag)) {
                 found.insert(path.display().to_string());
             }
             if depth < 5 {

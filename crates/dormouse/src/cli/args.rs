@@ -140,6 +140,11 @@ pub enum Command {
     Gc,
     #[command(hide = true)]
     Keeper(KeeperArgs),
+    #[command(hide = true)]
+    Monitor {
+        /// Its folder
+        dir: PathBuf,
+    },
     /// Print the OpenAPI document
     #[command(hide = true)]
     Openapi,
@@ -174,6 +179,29 @@ pub struct ServeArgs {
     /// The runsc executable [default: found in PATH]
     #[arg(long, value_name = "FILE")]
     pub runsc: Option<PathBuf>,
+    /// What isolates sandboxes of templates that name nothing else; this one must be usable here. auto: microvm
+    /// where there is hardware virtualisation, else gvisor
+    #[arg(long, env = "DORMOUSE_ENGINE", default_value = "auto", value_name = "auto|gvisor|microvm")]
+    pub engine: EngineChoice,
+}
+
+/// Which engine comes first.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum EngineChoice {
+    #[default]
+    Auto,
+    Named(EngineKind),
+}
+
+impl std::str::FromStr for EngineChoice {
+    type Err = String;
+
+    fn from_str(given: &str) -> Result<Self, String> {
+        if given == "auto" {
+            return Ok(Self::Auto);
+        }
+        given.parse().map(Self::Named).map_err(|_| "it is not one of auto, gvisor and microvm".to_owned())
+    }
 }
 
 #[derive(Args)]
@@ -435,6 +463,7 @@ impl ServeArgs {
             idle: IdlePolicy { freeze_after_s: self.idle_freeze, disk_after_s: self.idle_disk },
             pool: self.pool,
             runsc: self.runsc,
+            engine: self.engine,
             ..ServeConfig::new(data_dir, self.listen)
         }
     }

@@ -22,7 +22,7 @@ mod snapshot;
 mod template;
 mod watch;
 
-pub use args::{Cli, Command, KeeperArgs, ServeArgs};
+pub use args::{Cli, Command, EngineChoice, KeeperArgs, ServeArgs};
 pub use context::Context;
 pub use error::{CliError, ExitStatus};
 pub use output::{show, spinner};
@@ -61,6 +61,8 @@ pub async fn run(command: Command, context: &Context) -> Result<ExitStatus, CliE
         Command::Doctor => doctor::run(context),
         Command::Setup(args) => setup::run(&args, context).await,
         Command::Openapi => output::raw(&dormouse_api::openapi::text()),
-        Command::Serve(_) | Command::Keeper(_) => Err(CliError::usage("this command is run by main itself")),
+        Command::Serve(_) | Command::Keeper(_) | Command::Monitor { .. } => {
+            Err(CliError::usage("this command is run by main itself"))
+        }
     }
 }

@@ -1,9 +1,10 @@
 //! One function per thing that is looked at.
 
-use std::fs::File;
 use std::path::Path;
 
 use dormouse_api::dormouse::{Check, CheckOutcome};
+use dormouse_engine::Failure;
+use dormouse_engine::microvm::{Kvm, Microvm, Unusable};
 use dormouse_sys::cgroup::{Hierarchies, Version};
 
 use super::host;
@@ -53,19 +54,43 @@ pub fn virtualisation() -> Check {
 /// The device alone proves nothing: some hosts offer it without hardware virtualisation, and guests hang there.
 pub fn kvm() -> Check {
     let name = "kvm";
-    let path = Path::new("/dev/kvm");
-    if !path.exists() {
-        return check(name, Warn, "/dev/kvm is not there; only a microvm would need it", None);
+    match Kvm::probe() {
+        Ok(Kvm { flag }) => {
+            check(name, Good, format!("/dev/kvm can be opened, the processor has {flag}"), None)
+        }
+        Err(why) => {
+            let mend = (!matches!(why, Unusable::NoHardware)).then(|| why.mend());
+            check(name, Warn, format!("{why}; only a microvm would need it"), mend)
+        }
     }
-    if let Err(error) = File::options().read(true).write(true).open(path) {
-        return check(name, Warn, format!("/dev/kvm is there but cannot be opened: {error}"), None);
+}
+
+/// What a microVM's guest starts from.
+pub fn guest(data_dir: &Path) -> Check {
+    let name = "guest kernel";
+    match Microvm::guest_files(data_dir) {
+        Ok((kernel, initramfs)) => {
+            check(name, Good, format!("{} and {}", kernel.display(), initramfs.display()), None)
+        }
+        Err(Failure::Missing { what, mend }) => {
+            let detail = format!("{what} is missing; only a microvm would need it");
+            check(name, Warn, detail, Some(mend.trim_start_matches("run ").trim_matches('`')))
+        }
+        Err(other) => check(name, Warn, other.to_string(), None),
     }
-    if host::virtualisation_flag().is_none() {
-        let detail =
-            "/dev/kvm is there, but without hardware virtualisation: a stock guest kernel hangs on it";
-        return check(name, Warn, detail, None);
+}
+
+pub fn mkfs() -> Check {
+    let name = "mkfs.ext4";
+    match host::find_program(name) {
+        Some(path) => check(name, Good, path.display().to_string(), None),
+        None => check(
+            name,
+            Warn,
+            "it is not installed: only a microvm would need it, for its root disk",
+            Some("apt-get install e2fsprogs"),
+        ),
     }
-    check(name, Good, "/dev/kvm is there and can be opened", None)
 }
 
 pub fn runsc(found: &Result<Runsc, RunscError>) -> Check {

@@ -15,7 +15,7 @@ use crate::cli::{CliError, Context, ExitStatus};
 
 pub use checks::{SPACE_WANTED_BYTES, free_bytes};
 pub use host::find_program;
-pub use runsc::{Runsc, RunscError, find as find_runsc};
+pub use runsc::{RunscError, find as find_runsc};
 
 /// Everything about this host that matters to a daemon on `data_dir`.
 #[must_use]
@@ -24,13 +24,15 @@ pub fn report(data_dir: &Path) -> DoctorReport {
     let runsc = checks::runsc(&runsc::find());
     let cgroup = checks::cgroup();
     let able = [&root, &runsc].iter().all(|check| check.outcome != CheckOutcome::Fail);
-    let virtualisation = checks::virtualisation();
-    let (engine, why) = choice(able, virtualisation.outcome == CheckOutcome::Ok, &root, &runsc);
+    let (virtualisation, kvm, guest) = (checks::virtualisation(), checks::kvm(), checks::guest(data_dir));
+    let (engine, why) = choice(able, &root, &runsc, &[&virtualisation, &kvm, &guest]);
     let checks = vec![
         root,
         checks::platform(),
         virtualisation,
-        checks::kvm(),
+        kvm,
+        guest,
+        checks::mkfs(),
         runsc,
         checks::mmdebstrap(),
         cgroup,
@@ -42,18 +44,23 @@ pub fn report(data_dir: &Path) -> DoctorReport {
     DoctorReport { checks, engine, why }
 }
 
-fn choice(gvisor: bool, hardware: bool, root: &Check, runsc: &Check) -> (Option<String>, String) {
-    if !gvisor {
-        let broken = [root, runsc].into_iter().filter(|check| check.outcome == CheckOutcome::Fail);
-        let reasons: Vec<&str> = broken.map(|check| check.detail.as_str()).collect();
-        return (None, format!("no engine can run: {}", reasons.join("; ")));
-    }
-    let why = if hardware {
-        "runsc is usable; the processor offers hardware virtualisation, but this release has no microvm engine"
-    } else {
-        "runsc is usable and needs no hardware virtualisation, which this host does not offer"
+/// `microvm`: what it needs beside root.
+fn choice(gvisor: bool, root: &Check, runsc: &Check, microvm: &[&Check]) -> (Option<String>, String) {
+    let lacks = |check: &&&Check| check.outcome != CheckOutcome::Ok;
+    let reasons = |checks: &[&Check]| {
+        let details: Vec<&str> = checks.iter().filter(lacks).map(|check| check.detail.as_str()).collect();
+        details.join("; ")
     };
-    (Some("gvisor".to_owned()), why.to_owned())
+    if root.outcome == CheckOutcome::Ok && !microvm.iter().any(|check| lacks(&check)) {
+        let why = "this host has hardware virtualisation that can be used, and a guest kernel is there";
+        return (Some("microvm".to_owned()), why.to_owned());
+    }
+    let no_microvm = reasons(microvm);
+    if gvisor {
+        return (Some("gvisor".to_owned()), format!("runsc is usable; microvm is not: {no_microvm}"));
+    }
+    let why = format!("no engine can run: {}; {no_microvm}", reasons(&[root, runsc]));
+    (None, why)
 }
 
 /// The command. Ends with 7 only if no engine can run.
@@ -87,18 +94,24 @@ fn told(report: &DoctorReport) -> String {
 mod tests {
     use super::*;
 
+    fn check(name: &str, outcome: CheckOutcome) -> Check {
+        Check { name: name.into(), outcome, detail: format!("about {name}"), mend: None }
+    }
+
     #[test]
-    fn a_host_without_runsc_has_no_engine() {
-        let ok = Check { name: "root".into(), outcome: CheckOutcome::Ok, detail: "root".into(), mend: None };
-        let missing = Check {
-            name: "runsc".into(),
-            outcome: CheckOutcome::Fail,
-            detail: "runsc is missing".into(),
-            mend: None,
-        };
-        let (engine, why) = choice(false, true, &ok, &missing);
-        assert_eq!(engine, None);
-        assert!(why.contains("runsc is missing"), "{why}");
-        assert_eq!(choice(true, false, &ok, &ok).0.as_deref(), Some("gvisor"));
+    fn the_engine_is_chosen_by_what_is_there() {
+        use CheckOutcome::{Fail, Ok, Warn};
+        let (root, kvm) = (check("root", Ok), check("kvm", Ok));
+        let (none, no_kvm) = (check("runsc", Fail), check("kvm", Warn));
+        let runsc = check("runsc", Ok);
+        let engine = |gvisor, runsc, microvm: &[&Check]| choice(gvisor, &root, runsc, microvm).0;
+        assert_eq!(engine(true, &runsc, &[&kvm]).as_deref(), Some("microvm"));
+        assert_eq!(engine(false, &none, &[&kvm]).as_deref(), Some("microvm"));
+        let (chosen, why) = choice(true, &root, &runsc, &[&no_kvm, &kvm]);
+        assert_eq!(chosen.as_deref(), Some("gvisor"));
+        assert!(why.contains("about kvm"), "{why}");
+        let (chosen, why) = choice(false, &root, &none, &[&no_kvm]);
+        assert_eq!(chosen, None);
+        assert!(why.contains("about runsc") && why.contains("about kvm"), "{why}");
     }
 }

@@ -1,37 +1,98 @@
 //! The engines that this host can run, and the agent that goes into their sandboxes.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use dormouse_engine::{AgentFile, Engine};
 use dormouse_engine::gvisor::{Gvisor, GvisorConfig};
+use dormouse_engine::microvm::{Microvm, MicrovmConfig};
+use dormouse_engine::{AgentFile, Engine, EngineError};
+use dormouse_image::{Guest, GuestError, KernelPackage, build_guest};
 use dormouse_node::AgentBinary;
+use dormouse_types::EngineKind;
 
 use super::{ServeConfig, ServeError};
 use crate::agent_binary::AGENT;
+use crate::cli::EngineChoice;
 
 pub fn agent() -> AgentBinary {
     AgentBinary { version: env!("CARGO_PKG_VERSION").to_owned(), bytes: AGENT.into() }
 }
 
-/// In order of preference. There is one so far; that it cannot be had is an error that says what
-/// mends it.
+/// In order of preference: the one that was asked for must be usable. The other one is opened where it can be,
+/// for sandboxes that it has already and for whoever asks for it by name.
 pub async fn open(config: &ServeConfig, agent: &AgentBinary) -> Result<Vec<Arc<dyn Engine>>, ServeError> {
     let digest = agent.digest();
     write_agent(&config.data_dir, &digest, &agent.bytes)
         .map_err(|source| ServeError::DataDir { path: config.data_dir.clone(), source })?;
-    let program = std::env::current_exe().map_err(ServeError::Program)?;
-    let keeper = vec![program.into_os_string(), OsString::from("keeper")];
+    let program = std::env::current_exe().map_err(ServeError::Program)?.into_os_string();
     let agent = AgentFile { version: agent.version.clone(), digest };
-    let data_dir = config.data_dir.clone();
-    let gvisor =
-        Gvisor::open(GvisorConfig { data_dir, agent, keeper, runsc: config.runsc.clone(), cgroups: true });
-    let gvisor: Arc<dyn Engine> = Arc::new(gvisor.await.map_err(Box::new)?);
-    Ok(vec![gvisor])
+    let microvm = open_microvm(config, &agent, &program).await;
+    let gvisor = open_gvisor(config, &agent, &program).await;
+    let (first, second) = match config.engine {
+        EngineChoice::Named(EngineKind::Microvm) => (microvm?, gvisor),
+        EngineChoice::Named(EngineKind::Gvisor) => (gvisor?, microvm),
+        EngineChoice::Auto => match (microvm, gvisor) {
+            (Ok(microvm), gvisor) => (microvm, gvisor),
+            (Err(why), Ok(gvisor)) => (gvisor, Err(why)),
+            (Err(microvm), Err(gvisor)) => return Err(ServeError::NoEngine { microvm, gvisor }),
+        },
+    };
+    match second {
+        Ok(second) => {
+            tracing::info!(engine = %first.kind(), beside = %second.kind(), "engines");
+            Ok(vec![first, second])
+        }
+        Err(why) => {
+            tracing::info!(engine = %first.kind(), "engines; the other one cannot be had: {why}");
+            Ok(vec![first])
+        }
+    }
+}
+
+type Opened = Result<Arc<dyn Engine>, Box<EngineError>>;
+
+async fn open_gvisor(config: &ServeConfig, agent: &AgentFile, program: &OsStr) -> Opened {
+    let engine = Gvisor::open(GvisorConfig {
+        data_dir: config.data_dir.clone(),
+        agent: agent.clone(),
+        keeper: vec![program.to_owned(), OsString::from("keeper")],
+        runsc: config.runsc.clone(),
+        cgroups: true,
+    });
+    Ok(Arc::new(engine.await?))
+}
+
+async fn open_microvm(config: &ServeConfig, agent: &AgentFile, program: &OsStr) -> Opened {
+    let guest = config.data_dir.join("guest");
+    match tokio::task::spawn_blocking(move || renew_guest(&guest)).await {
+        Ok(Ok(())) => {}
+        Ok(Err(why)) => tracing::warn!("new microVMs keep the agent of an older release: {why}"),
+        Err(error) => tracing::warn!(%error, "new microVMs keep the agent of an older release"),
+    }
+    let engine = Microvm::open(MicrovmConfig {
+        data_dir: config.data_dir.clone(),
+        agent: agent.clone(),
+        keeper: vec![program.to_owned(), OsString::from("keeper")],
+        monitor: vec![program.to_owned(), OsString::from("monitor")],
+        cgroups: true,
+    });
+    Ok(Arc::new(engine.await?))
+}
+
+/// The set-up put the agent of its release into what microVMs boot from: this release's takes its place.
+fn renew_guest(dir: &Path) -> Result<(), GuestError> {
+    // Without the kernel's package beside it, it would be fetched, which only the set-up does.
+    let renewable = KernelPackage::find(&dir.join("kernel")).is_some();
+    match Guest::find(dir) {
+        Some(guest) if renewable && !guest.has_agent(AGENT) => {
+            build_guest(dir, AGENT, &mut |line| tracing::info!("{line}")).map(drop)
+        }
+        _ => Ok(()),
+    }
 }
 
 /// `agent/<digest>/agent`, whole or not there.

@@ -32,6 +32,7 @@ use dormouse_engine::EngineError;
 use dormouse_node::OpenError;
 use dormouse_node::model::IdlePolicy;
 
+use crate::cli::EngineChoice;
 pub use start::serve;
 
 /// Where the daemon listens when nothing else is said.
@@ -52,6 +53,7 @@ pub struct ServeConfig {
     pub pool: Option<usize>,
     /// The runsc executable; `None`: found in PATH.
     pub runsc: Option<PathBuf>,
+    pub engine: EngineChoice,
 }
 
 impl ServeConfig {
@@ -65,6 +67,7 @@ impl ServeConfig {
             idle: IdlePolicy::default(),
             pool: None,
             runsc: None,
+            engine: EngineChoice::Auto,
         }
     }
 }
@@ -105,6 +108,11 @@ pub enum ServeError {
         "this host cannot run sandboxes: {0}; `dormouse doctor` tells more, `dormouse setup` installs what is missing"
     )]
     Engine(#[from] Box<EngineError>),
+    #[error(
+        "this host cannot run sandboxes, neither as microVMs ({microvm}) nor with gVisor ({gvisor}); `dormouse \
+         doctor` tells more, `dormouse setup` installs what is missing"
+    )]
+    NoEngine { microvm: Box<EngineError>, gvisor: Box<EngineError> },
     #[error(transparent)]
     Node(#[from] OpenError),
     #[error("cannot wait for signals: {0}")]

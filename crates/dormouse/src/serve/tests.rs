@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use dormouse_api::endpoints::{DORMOUSE, E2B, NOT_IMPLEMENTED};
 use dormouse_engine::{
-    Adopted, After, BootSpec, Capabilities, Captured, Engine, EngineError, Exit, Failure, ForkChild,
+    Adopted, After, BootSpec, Capabilities, Captured, Engine, EngineError, Exit, Failure, ForkChild, Forked,
     Operation, RestoreSpec, Restored, RuntimeState, Swept, Usage, WarmSpec,
 };
 use dormouse_node::{Node, NodeConfig};
@@ -79,12 +79,7 @@ impl Engine for Unfit {
     async fn restore(&self, _: RestoreSpec) -> Result<Restored, EngineError> {
         unfit(Operation::Restore)
     }
-    async fn fork(
-        &self,
-        _: &SandboxId,
-        _: &RuntimeId,
-        _: Vec<ForkChild>,
-    ) -> Result<Vec<Result<(), EngineError>>, EngineError> {
+    async fn fork(&self, _: &SandboxId, _: &RuntimeId, _: Vec<ForkChild>) -> Result<Forked, EngineError> {
         unfit(Operation::Fork)
     }
     async fn freeze(&self, _: &SandboxId, _: &RuntimeId) -> Result<(), EngineError> {

@@ -18,6 +18,8 @@ use crate::error::Failure;
 /// Either kind of kernel, an ELF file first: it starts quicker.
 const KERNELS: [&str; 2] = ["vmlinux", "bzImage"];
 const INITRAMFS: &str = "initramfs.cpio";
+/// Where it is there: more words for the kernel, on one line.
+const CMDLINE: &str = "cmdline";
 pub(super) const SETUP: &str = "run `dormouse setup --engine microvm`";
 /// Beside what the root file system holds: inodes, journal, and what block sizes waste.
 const DISK_OVERHEAD_BYTES: u64 = 96 << 20;
@@ -28,7 +30,12 @@ const EXT4_UUID_AT: u64 = 1024 + 0x68;
 /// The files that a boot needs.
 pub(super) fn kernel(layout: &Layout) -> Result<Kernel, Failure> {
     let (image, initramfs) = files(&layout.guest())?;
-    Ok(Kernel { image, initramfs: Some(initramfs), cmdline_extra: String::new() })
+    let path = layout.guest().join(CMDLINE);
+    let words = match std::fs::read_to_string(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
+        other => other.map_err(io_failure("read", &path))?,
+    };
+    Ok(Kernel { image, initramfs: Some(initramfs), cmdline_extra: words.trim().to_owned() })
 }
 
 pub(super) fn files(dir: &Path) -> Result<(PathBuf, PathBuf), Failure> {

@@ -32,7 +32,8 @@ impl Stage {
     /// A running daemon, whatever the scenario before did to it.
     pub async fn ready(&mut self) -> Result<()> {
         if self.daemon.is_none() {
-            let daemon = Daemon::start(&self.options.binary, &self.options.data_dir, &[]).await?;
+            let daemon =
+                Daemon::start(&self.options.binary, &self.options.data_dir, &self.environment()).await?;
             self.daemon = Some(daemon);
         }
         Ok(())
@@ -54,6 +55,11 @@ impl Stage {
         self.options.engine.to_string()
     }
 
+    /// The daemon's first engine is the one that is tested: templates that are built meanwhile are of it.
+    fn environment(&self) -> [(String, String); 1] {
+        [("DORMOUSE_ENGINE".to_owned(), self.engine())]
+    }
+
     pub async fn sandbox(&self) -> Result<Sandbox> {
         self.sandbox_with(json!({})).await
     }
@@ -71,7 +77,7 @@ impl Stage {
         let folder = parent.join(format!("clone-{}", std::process::id()));
         let clone = Clone { folder: folder.clone(), mounted: None, daemon: None };
         let mut clone = clone.fill(&self.options.data_dir, snapshots_mib)?;
-        clone.daemon = Some(Daemon::start(&self.options.binary, &folder, &[]).await?);
+        clone.daemon = Some(Daemon::start(&self.options.binary, &folder, &self.environment()).await?);
         Ok(clone)
     }
 
