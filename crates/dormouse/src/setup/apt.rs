@@ -20,6 +20,7 @@ pub struct Package {
 /// Plain Debian 12 has a release of 2022, which is too old.
 pub const RUNSC: Package = Package { name: "runsc", backport: Some("0.0~20240729.0-4~bpo12+2") };
 pub const MMDEBSTRAP: Package = Package { name: "mmdebstrap", backport: None };
+pub const E2FSPROGS: Package = Package { name: "e2fsprogs", backport: None };
 
 impl Package {
     /// As apt-get is asked for it.

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use dormouse_api::client::{Client, encode};
 use dormouse_api::dormouse::{BuildQuery, SnapshotInfo, TemplateInfo};
 use dormouse_node::AgentBinary;
+use dormouse_types::EngineKind;
 
 use crate::agent_binary::AGENT;
 use crate::cli::{CliError, Context, build_template, spinner};
@@ -34,7 +35,7 @@ impl Daemon {
         }
     }
 
-    async fn find_or_start(context: &Context) -> Result<Self, CliError> {
+    async fn find_or_start(context: &Context, engine: Option<EngineKind>) -> Result<Self, CliError> {
         let asked = context.again();
         if asked.client()?.healthy().await {
             return Ok(Self::Running(asked));
@@ -50,6 +51,7 @@ impl Daemon {
         let mut child = Command::new(std::env::current_exe().map_err(failed)?)
             .args(["serve", "--listen", &listen.to_string(), "--data-dir"])
             .arg(&context.data_dir)
+            .args(engine.into_iter().flat_map(|engine| ["--engine".to_owned(), engine.to_string()]))
             .stdin(Stdio::null())
             .stdout(log.try_clone().map_err(failed)?)
             .stderr(log)
@@ -133,23 +135,28 @@ async fn find(context: &Context) -> Result<Option<TemplateInfo>, CliError> {
 }
 
 /// Whether the default template is there, without starting anything: a folder that no daemon was ever on has none.
-pub async fn is_there(context: &Context) -> Result<bool, CliError> {
+pub async fn is_there(context: &Context, engine: Option<EngineKind>) -> Result<bool, CliError> {
     let asked = context.again();
     if asked.client()?.healthy().await {
         return Ok(find(&asked).await?.is_some());
     }
-    if !context.data_dir.join("node.db").is_file() || crate::doctor::find_runsc().is_err() {
+    let needs_runsc = engine != Some(EngineKind::Microvm);
+    if !context.data_dir.join("node.db").is_file() || (needs_runsc && crate::doctor::find_runsc().is_err()) {
         return Ok(false);
     }
-    let daemon = Daemon::find_or_start(context).await?;
+    let daemon = Daemon::find_or_start(context, engine).await?;
     let found = find(daemon.context()).await;
     daemon.end().await?;
     Ok(found?.is_some())
 }
 
 /// Builds the default template unless it is there, and gives its id.
-pub async fn ensure(context: &Context, tell: &dyn Fn(&str)) -> Result<String, CliError> {
-    let daemon = Daemon::find_or_start(context).await?;
+pub async fn ensure(
+    context: &Context,
+    engine: Option<EngineKind>,
+    tell: &dyn Fn(&str),
+) -> Result<String, CliError> {
+    let daemon = Daemon::find_or_start(context, engine).await?;
     let made = build(daemon.context(), tell).await;
     daemon.end().await?;
     made
