@@ -21,7 +21,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Serve(args) => run_daemon(args, &context),
         Command::Keeper(args) => run_keeper(args),
-        Command::Monitor { dir } => run_monitor(&dir),
+        Command::Monitor { dir, within } => run_monitor(&dir, &within),
         command => run_command(command, &context),
     };
     match result {
@@ -68,9 +68,9 @@ fn run_keeper(args: KeeperArgs) -> Result<ExitStatus, CliError> {
 }
 
 /// No tokio: threads, and a process that forks.
-fn run_monitor(dir: &Path) -> Result<ExitStatus, CliError> {
+fn run_monitor(dir: &Path, within: &Path) -> Result<ExitStatus, CliError> {
     tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).init();
-    dormouse_vmm::monitor::run(dir).map_err(|error| CliError::failed(chain(&error)))?;
+    dormouse_vmm::monitor::run(dir, within).map_err(|error| CliError::failed(chain(&error)))?;
     Ok(ExitStatus::OK)
 }
 

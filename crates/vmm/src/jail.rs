@@ -3,16 +3,19 @@
 //! - no capability is left, whatever user it runs as, and none can be had again (`no_new_privs`);
 //! - system calls are filtered, thread by thread: nothing can be executed, traced, mounted or loaded, no socket
 //!   but Unix ones be made, no namespace be entered. A vCPU's thread can run its vCPU and little else;
+//! - nothing can be written outside of one folder, where the kernel can enforce that (Landlock);
 //! - no core dump: it would hold the guest's secrets.
 //!
 //! Forked children and scribes inherit all of it. A call that is not allowed ends the process, and says which one it
 //! was on standard error. What stays open is in `THREAT-MODEL.md`.
-#![allow(unsafe_code, reason = "the handler of SIGSYS reads the kernel's structure")]
+#![allow(unsafe_code, reason = "signal handlers and Landlock have no safe form")]
 
 mod calls;
+mod files;
 
 use std::collections::BTreeMap;
 use std::io;
+use std::path::Path;
 use std::sync::OnceLock;
 
 use rustix::process::{Resource, Rlimit};
@@ -29,6 +32,8 @@ const EXIT_LOST_PAGE: i32 = 158;
 pub enum JailError {
     #[error("the monitor cannot give up its privileges")]
     Privileges(#[source] io::Error),
+    #[error("the monitor's files cannot be kept to its folder")]
+    Files(#[source] io::Error),
     #[error("the monitor's system calls cannot be filtered")]
     Filter(#[source] seccompiler::Error),
     #[error("the monitor's filters cannot be compiled")]
@@ -38,9 +43,12 @@ pub enum JailError {
 /// The filter of vCPU threads; compiled before there are any.
 static VCPU: OnceLock<Vec<BpfProgram>> = OnceLock::new();
 
-/// For the whole process, from its only thread.
-pub fn enter() -> Result<(), JailError> {
+/// For the whole process, from its only thread. `within`: all that will be written lies there.
+pub fn enter(within: &Path) -> Result<(), JailError> {
     give_up_privileges().map_err(|error| JailError::Privileges(error.into()))?;
+    if !files::restrict(within).map_err(JailError::Files)? {
+        tracing::warn!("this kernel's Landlock is too old or off: a monitor may write wherever its user may");
+    }
     register_signal_handler(libc::SIGSYS, on_forbidden)
         .map_err(|error| JailError::Privileges(io::Error::from_raw_os_error(error.errno())))?;
     register_signal_handler(libc::SIGBUS, on_lost_page)

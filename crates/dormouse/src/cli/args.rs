@@ -142,6 +142,9 @@ pub enum Command {
     Keeper(KeeperArgs),
     #[command(hide = true)]
     Monitor {
+        /// All that it may write to lies here
+        #[arg(long)]
+        within: PathBuf,
         /// Its folder
         dir: PathBuf,
     },

@@ -77,10 +77,16 @@ async fn open_microvm(config: &ServeConfig, agent: &AgentFile, program: &OsStr) 
         data_dir: config.data_dir.clone(),
         agent: agent.clone(),
         keeper: vec![program.to_owned(), OsString::from("keeper")],
-        monitor: vec![program.to_owned(), OsString::from("monitor")],
+        monitor: monitor_program(program, &config.data_dir),
         cgroups: true,
     });
     Ok(Arc::new(engine.await?))
+}
+
+/// A monitor writes to the data folder only, as absolute as the engine names its files.
+fn monitor_program(program: &OsStr, data_dir: &Path) -> Vec<OsString> {
+    let within = std::fs::canonicalize(data_dir).unwrap_or_else(|_| data_dir.to_owned());
+    vec![program.to_owned(), "monitor".into(), "--within".into(), within.into()]
 }
 
 /// The set-up put the agent of its release into what microVMs boot from: this release's takes its place.

@@ -81,6 +81,7 @@ const DEVICES: &[i64] = &[
     SYS_fstat,
     SYS_fsync,
     SYS_getcwd,
+    SYS_getdents64,
     SYS_getpeername,
     SYS_getppid,
     SYS_getrusage,

@@ -61,9 +61,10 @@ pub enum MonitorError {
     Exit { path: PathBuf, source: io::Error },
 }
 
-/// Runs the monitor of `dir` to its end.
-pub fn run(dir: &Path) -> Result<(), MonitorError> {
-    crate::jail::enter().map_err(MonitorError::Jail)?;
+/// Runs the monitor of `dir` to its end. It writes below `within` only: its own folder, its children's and those that
+/// snapshots go to must lie there.
+pub fn run(dir: &Path, within: &Path) -> Result<(), MonitorError> {
+    crate::jail::enter(within).map_err(MonitorError::Jail)?;
     let kvm = crate::vm::open_kvm().map_err(MonitorError::Kvm)?;
     let mut monitor = Monitor::new(dir, kvm)?;
     loop {
