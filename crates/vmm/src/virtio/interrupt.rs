@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// Shared by the device thread, which raises it, and vCPU threads, which read and acknowledge it.
 ///
@@ -26,7 +26,7 @@ struct Inner {
 impl Interrupt {
     pub(super) fn new(status: u32, generation: u32, needs_reset: bool) -> io::Result<Self> {
         let inner = Inner {
-            fd: EventFd::new(EFD_NONBLOCK)?,
+            fd: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
             status: AtomicU32::new(status),
             generation: AtomicU32::new(generation),
             needs_reset: AtomicBool::new(needs_reset),

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
 
 use dormouse_snapshot::devices::virtio::{DeviceKind, QueueState, VirtioState};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::registers::Registers;
 use super::status::{DRIVER_OK, FEATURES_OK};
@@ -20,7 +20,8 @@ use crate::virtio::queue::VirtQueue;
 ///
 /// The owner registers `bus_device` on the MMIO bus, `irq_fd` as irqfd, and each of `queue_fds` as ioeventfd at
 /// `QUEUE_NOTIFY_OFFSET`; it watches the queue eventfds and `backend_fd` for readability (level-triggered) and
-/// calls `queue_event` and `backend_event`.
+/// calls `queue_event` and `backend_event`. Events of a guest that must not change, because it is being saved, wait:
+/// handling them writes to its memory.
 #[derive(Clone)]
 pub struct Endpoint {
     shared: Arc<Shared>,
@@ -41,7 +42,7 @@ impl Endpoint {
         interrupt: Interrupt,
     ) -> std::io::Result<Self> {
         let queue_fds = (0..registers.queues.len())
-            .map(|_| EventFd::new(EFD_NONBLOCK))
+            .map(|_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC))
             .collect::<std::io::Result<_>>()?;
         let backend_fd = device.backend_fd().map(|fd| fd.try_clone_to_owned()).transpose()?;
         let cell = Mutex::new(Cell { device, rings: None, failure: None, failed_before: false });
