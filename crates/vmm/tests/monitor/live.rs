@@ -77,6 +77,7 @@ pub fn live(args: &[String]) {
     );
     goes_on(&dir, 2);
     chain(&mut rig, &machine, first);
+    many_checkpoints(&mut rig, &machine, &dir, &mut client);
     goes_on(&dir, 2);
     println!("live: all passed");
 }
@@ -102,6 +103,33 @@ fn fork_and_fork_again(rig: &mut Rig, dir: &Path, client: &mut Client) {
             client.stop().expect("a stop");
         }
     }
+}
+
+/// So many that the layers of disk and memory are made one, while the guest runs on.
+fn many_checkpoints(rig: &mut Rig, machine: &Machine, dir: &Path, client: &mut Client) {
+    let mut last = PathBuf::new();
+    for number in 1..=12 {
+        if last.is_dir() {
+            std::fs::remove_dir_all(&last).expect("the snapshot is removed");
+        }
+        last = rig.folder();
+        let since = Instant::now();
+        let done = client.checkpoint(last.clone(), false).expect("a checkpoint");
+        let layers = |prefix: &str| done.files.iter().filter(|file| file.name.starts_with(prefix)).count();
+        let (memory, disk) = (layers("memory"), layers("disk"));
+        assert!(memory <= 8 && disk <= 8, "{memory} and {disk} layers");
+        let (stopped, kib) = (done.stopped_us, done.memory_bytes >> 10);
+        let all = ms(since);
+        println!(
+            "checkpoint {number}: stopped {stopped} us, {kib} KiB new, {memory}+{disk} layers, all {all:.0} ms"
+        );
+        goes_on(dir, 2);
+    }
+    let (restored, _) = rig.restore(machine, &last);
+    let mut other = resumed("restore of the last", &restored);
+    goes_on(&restored, 3);
+    rig.talk(rig.carriers() - 1, TALK_BYTES);
+    other.stop().expect("a stop");
 }
 
 /// Restore, go on, checkpoint, restore that…
