@@ -21,7 +21,7 @@ use crate::lifecycle::{
     step,
 };
 use crate::model::{IdlePolicy, Receipt, SandboxInfo, SnapshotInfo, SnapshotRequest, State};
-use crate::work::{self, Birth, Ending, Order, Report};
+use crate::work::{self, Birth, Ending, Once, Order, Ready, Report};
 
 /// Messages that wait for one sandbox.
 const MAILBOX_MAX: usize = 128;
@@ -40,7 +40,7 @@ pub struct Answer {
 enum Message {
     Ask {
         request: Request,
-        asked: Option<SnapshotRequest>,
+        asked: Asked,
         answer: oneshot::Sender<Answer>,
     },
     Idle {
@@ -102,14 +102,20 @@ impl Handle {
     }
 
     pub async fn ask(&self, request: Request) -> Result<Answer, NodeError> {
-        self.send(request, None).await
+        self.send(request, Asked::default()).await
     }
 
     pub async fn checkpoint(&self, reason: Reason, asked: SnapshotRequest) -> Result<Answer, NodeError> {
-        self.send(Request::Checkpoint { reason }, Some(asked)).await
+        let asked = Asked { snapshot: Some(asked), ..Asked::default() };
+        self.send(Request::Checkpoint { reason }, asked).await
     }
 
-    async fn send(&self, request: Request, asked: Option<SnapshotRequest>) -> Result<Answer, NodeError> {
+    /// Makes live copies. `Reply::Already`: it is paused, and none was made.
+    pub async fn fork(&self, children: Once<Vec<Ready>>) -> Result<Answer, NodeError> {
+        self.send(Request::Fork, Asked { children: Some(children), ..Asked::default() }).await
+    }
+
+    async fn send(&self, request: Request, asked: Asked) -> Result<Answer, NodeError> {
         let (answer, answered) = oneshot::channel();
         if self.mailbox.send(Message::Ask { request, asked, answer }).await.is_err() {
             return Err(self.gone());
@@ -146,7 +152,14 @@ impl Handle {
 
 struct Waiting {
     answer: oneshot::Sender<Answer>,
-    asked: Option<SnapshotRequest>,
+    asked: Asked,
+}
+
+/// What belongs to a request and is nothing to the machine.
+#[derive(Clone, Default)]
+struct Asked {
+    snapshot: Option<SnapshotRequest>,
+    children: Option<Once<Vec<Ready>>>,
 }
 
 struct Actor {
@@ -207,7 +220,7 @@ pub fn prepare(hub: &Arc<Hub>, info: SandboxInfo, timeout_ms: i64, birth: Birth)
     machine.head.clone_from(&info.parent);
     let (mut actor, handle) = build(hub, info, machine, Some(birth));
     let (answer, made) = oneshot::channel();
-    actor.callers.insert(1, Waiting { answer, asked: None });
+    actor.callers.insert(1, Waiting { answer, asked: Asked::default() });
     actor.next_caller = 2;
     (Unborn { actor, actions, made }, handle)
 }
@@ -418,13 +431,14 @@ impl Actor {
             snapshot: SnapshotId::generate(),
         };
         let asked = match &self.machine.phase {
-            Phase::Busy(busy) => self.callers.get(&busy.caller).and_then(|waiting| waiting.asked.clone()),
+            Phase::Busy(busy) => self.callers.get(&busy.caller).map(|waiting| waiting.asked.clone()),
             Phase::At(_) | Phase::Gone => None,
         };
+        let Asked { snapshot: asked, children } = asked.unwrap_or_default();
         self.pending = Some(pending.clone());
         self.refresh();
         // One step and the engine knows where it stands: nothing to undo after a crash.
-        let single = matches!(work, Work::Freeze | Work::Thaw);
+        let single = matches!(work, Work::Freeze | Work::Thaw | Work::Fork);
         let written = if single {
             Ok(())
         } else {
@@ -440,6 +454,7 @@ impl Actor {
             carrier_broken: self.machine.carrier_broken,
             birth: self.birth.clone(),
             asked,
+            children,
         };
         let Some(back) = self.back.upgrade() else { return };
         let ending = self.ending.take();
@@ -525,6 +540,7 @@ impl Actor {
             Work::Freeze => ("frozen", "freeze_failed"),
             Work::Thaw => ("thawed", "thaw_failed"),
             Work::Checkpoint { .. } => ("snapshot_created", "checkpoint_failed"),
+            Work::Fork => ("copied", "fork_failed"),
             Work::Pause { .. } => ("paused", "pause_failed"),
             Work::Resume => ("resumed", "resume_failed"),
             Work::RollBack { .. } => ("rolled_back", "rollback_failed"),

@@ -1,20 +1,17 @@
-//! Making sandboxes: what the source is, idempotency, create and fork.
+//! Making sandboxes: what the source is, idempotency, create. (Forks: [`crate::fork`].)
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use dormouse_engine::WarmSpec;
-use dormouse_snapshot::Reason;
 use dormouse_types::{Generation, SandboxId, SnapshotId, random_hex};
-use futures_util::StreamExt;
 use tokio::sync::watch;
 
 use crate::actor::{self, Answer};
 use crate::error::{ErrorCode, NodeError};
 use crate::hub::{Hub, lock};
 use crate::journal::{Idempotent, TemplateRow};
-use crate::lifecycle::Reply;
-use crate::model::{CreateRequest, Ingress, Receipt, SandboxInfo, SnapshotRequest, State, TemplateInfo};
+use crate::model::{CreateRequest, Ingress, Receipt, SandboxInfo, State, TemplateInfo};
 use crate::retention;
 use crate::work::Birth;
 
@@ -40,7 +37,7 @@ impl Drop for Turn<'_> {
 }
 
 impl InFlight {
-    async fn turn(&self, owner: &str, key: &str) -> Turn<'_> {
+    pub async fn turn(&self, owner: &str, key: &str) -> Turn<'_> {
         let key = (owner.to_owned(), key.to_owned());
         loop {
             let mut theirs = {
@@ -175,7 +172,7 @@ pub async fn find_template(hub: &Hub, name: &str) -> Result<Option<TemplateRow>,
     }
 }
 
-fn digest(parts: &[&str]) -> String {
+pub fn digest(parts: &[&str]) -> String {
     let mut hasher = blake3::Hasher::new();
     for part in parts {
         hasher.update(&(part.len() as u64).to_le_bytes());
@@ -214,7 +211,7 @@ pub async fn create(
     made
 }
 
-fn check_same(before: &Idempotent, same: &str, key: &str) -> Result<(), NodeError> {
+pub fn check_same(before: &Idempotent, same: &str, key: &str) -> Result<(), NodeError> {
     if before.digest == same {
         return Ok(());
     }
@@ -223,7 +220,7 @@ fn check_same(before: &Idempotent, same: &str, key: &str) -> Result<(), NodeErro
 }
 
 /// What the key was answered with, where that still exists.
-async fn found_again(
+pub async fn found_again(
     hub: &Arc<Hub>,
     before: &Idempotent,
 ) -> Result<Vec<Result<(SandboxInfo, Receipt), NodeError>>, NodeError> {
@@ -298,9 +295,9 @@ async fn make_asked(
         agent_digest: None,
     };
     let birth = Birth {
-        operation: "create",
         default_user: source.template.user.clone(),
         default_workdir: source.template.workdir.clone(),
+        ..Birth::of("create")
     };
     let made = make(hub, info, timeout_ms, birth).await;
     if made.is_ok() {
@@ -350,85 +347,4 @@ pub async fn make(
     let Answer { info, receipt, .. } = unborn.start().await?;
     let receipt = receipt.ok_or_else(|| NodeError::internal("a sandbox was made without a receipt"))?;
     Ok((info, receipt))
-}
-
-/// One child's outcome.
-pub type Child = Result<(SandboxInfo, Receipt), NodeError>;
-
-pub async fn fork(
-    hub: &Arc<Hub>,
-    in_flight: &InFlight,
-    id: &SandboxId,
-    count: usize,
-    timeout_s: u32,
-    key: Option<String>,
-) -> Result<Vec<Child>, NodeError> {
-    let timeout_ms = check_timeout(hub, timeout_s)?;
-    let max = hub.config.limits.fork_count_max;
-    if count == 0 || count > max {
-        return Err(NodeError::invalid("count", format!("count = {count} is outside 1..={max}")));
-    }
-    let source = hub.actor(id)?;
-    let children: Vec<SandboxId> = (0..count).map(|_| SandboxId::generate()).collect();
-    let Some(key) = key else { return fork_into(hub, &source, children, timeout_ms).await };
-    let owner = source.info().owner.map_or_else(String::new, |owner| owner.to_string());
-    let _turn = in_flight.turn(&owner, &key).await;
-    let same = digest(&["fork", id.as_str(), &count.to_string(), &timeout_s.to_string()]);
-    if let Some(before) = hub.journal.idempotent(owner.clone(), key.clone()).await? {
-        check_same(&before, &same, &key)?;
-        let found = found_again(hub, &before).await?;
-        if !found.is_empty() {
-            return Ok(found);
-        }
-    }
-    let result = Idempotent { sandboxes: children.clone(), digest: same };
-    hub.journal.remember(owner.clone(), key.clone(), result, hub.now()).await?;
-    let forked = fork_into(hub, &source, children, timeout_ms).await;
-    if forked.as_ref().map_or(true, |children| children.iter().all(Result::is_err)) {
-        hub.journal.unremember(owner, key).await?;
-    }
-    forked
-}
-
-async fn fork_into(
-    hub: &Arc<Hub>,
-    source: &actor::Handle,
-    children: Vec<SandboxId>,
-    timeout_ms: i64,
-) -> Result<Vec<Child>, NodeError> {
-    let taken = source.checkpoint(Reason::Fork, SnapshotRequest::default()).await?;
-    let stopped_ms = taken.receipt.as_ref().and_then(|receipt| receipt.stopped_ms);
-    let snapshot = match (&taken.reply, &taken.snapshot) {
-        (Reply::Already { snapshot }, _) => snapshot.clone(),
-        (_, Some(snapshot)) => snapshot.id.clone(),
-        _ => return Err(NodeError::internal("the fork's snapshot is not known")),
-    };
-    let _pin = hub.pin(&snapshot);
-    // The children need it as what they go back to.
-    hub.journal.claim_snapshot(snapshot.clone(), None, hub.now()).await?;
-    let now = hub.now();
-    let at_once = hub.config.limits.starts_at_once_max.max(1);
-    let made = futures_util::stream::iter(children.into_iter().map(|id| {
-        let info = SandboxInfo {
-            hostname: id.to_string(),
-            id,
-            state: State::Creating,
-            parent: Some(snapshot.clone()),
-            forked_from: Some(taken.info.id.clone()),
-            runtime: None,
-            access_token: random_hex(32),
-            ingress: Ingress {
-                token: taken.info.ingress.token.as_ref().map(|_| random_hex(32)),
-                host: taken.info.ingress.host.clone(),
-            },
-            started_at: now,
-            ..taken.info.clone()
-        };
-        let birth = Birth { operation: "fork", default_user: None, default_workdir: None };
-        async move {
-            let (info, receipt) = make(hub, info, timeout_ms, birth).await?;
-            Ok((info, Receipt { stopped_ms, ..receipt }))
-        }
-    }));
-    Ok(made.buffered(at_once).collect().await)
 }

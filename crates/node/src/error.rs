@@ -128,7 +128,7 @@ impl From<&EngineError> for NodeError {
                 ErrorCode::NoSpace
             }
             Failure::Command { output, .. } if output.contains("no space left") => ErrorCode::NoSpace,
-            Failure::Command { .. } | Failure::Io { .. } => ErrorCode::Internal,
+            Failure::Command { .. } | Failure::Io { .. } | Failure::Monitor { .. } => ErrorCode::Internal,
         };
         Self::new(code, error.to_string())
     }

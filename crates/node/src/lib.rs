@@ -11,6 +11,7 @@ mod complete;
 mod config;
 mod create;
 mod error;
+mod fork;
 mod freeze;
 mod gc;
 mod hub;

@@ -14,8 +14,9 @@ use crate::actor::Patch;
 use crate::boot;
 use crate::complete;
 use crate::config::NodeConfig;
-use crate::create::{self, Child, InFlight, check_timeout};
+use crate::create::{self, InFlight, check_timeout};
 use crate::error::{NodeError, OpenError, StreamError};
+use crate::fork::{self, Child};
 use crate::gc;
 use crate::hub::{Hub, lock};
 use crate::idle;
@@ -135,7 +136,7 @@ impl Node {
         timeout_s: u32,
         idempotency_key: Option<String>,
     ) -> Result<Vec<Child>, NodeError> {
-        create::fork(&self.hub, &self.in_flight, id, count, timeout_s, idempotency_key).await
+        fork::fork(&self.hub, &self.in_flight, id, count, timeout_s, idempotency_key).await
     }
 
     pub async fn rollback(&self, id: &SandboxId, snapshot: &SnapshotId) -> Result<Receipt, NodeError> {

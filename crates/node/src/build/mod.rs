@@ -254,7 +254,7 @@ impl Build {
     }
 
     async fn start(&self, info: SandboxInfo) -> Result<(SandboxInfo, crate::model::Receipt), NodeError> {
-        let birth = Birth { operation: "create", default_user: None, default_workdir: None };
+        let birth = Birth::of("create");
         create::make(&self.hub, info, BUILDER_SECONDS_MAX * 1000, birth).await
     }
 
@@ -272,9 +272,9 @@ impl Build {
         let mut info = self.builder(plan, rootfs.clone(), "base");
         "sandbox".clone_into(&mut info.hostname);
         let birth = Birth {
-            operation: "create",
             default_user: some(&plan.config.user),
             default_workdir: some(&plan.config.workdir),
+            ..Birth::of("create")
         };
         let (info, _) = create::make(&self.hub, info, BUILDER_SECONDS_MAX * 1000, birth).await?;
         let snapshot = self.snapshot(plan, &info).await;

@@ -89,6 +89,8 @@ pub enum Work {
         #[serde(with = "reason")]
         reason: Reason,
     },
+    /// Live copies are made of it; it runs on.
+    Fork,
     Pause {
         #[serde(with = "reason")]
         reason: Reason,
@@ -109,6 +111,7 @@ pub enum Request {
     Checkpoint {
         reason: Reason,
     },
+    Fork,
     /// `None`: the last time-out's length again.
     Resume {
         timeout_ms: Option<i64>,
@@ -268,7 +271,7 @@ impl Machine {
             Phase::Busy(busy) => match &busy.work {
                 Work::Create => State::Creating,
                 // Shown as where it still is: they take the sandbox nowhere but there and back.
-                Work::Freeze | Work::Checkpoint { .. } => State::Running,
+                Work::Freeze | Work::Checkpoint { .. } | Work::Fork => State::Running,
                 Work::Thaw => State::Paused { tier: Tier::Frozen },
                 Work::Pause { .. } => State::Pausing,
                 Work::Resume | Work::ReplaceKeeper => State::Resuming,

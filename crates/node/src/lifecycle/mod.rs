@@ -25,6 +25,8 @@
 //! - **freeze**, **thaw**: Running ⇄ Frozen; not done → where it was. What needs a running sandbox
 //!   thaws a frozen one first.
 //! - **checkpoint**: done → Running, the new snapshot is the head. Not done → Running, and says why.
+//! - **fork**: done → Running, copies exist; their own machines begin at create. Not done → Running, and
+//!   says why. Asked of a paused one: answered with the snapshot to start them from.
 //! - **pause**: done → Paused on the new snapshot. Not done → Running, and says why; one that the
 //!   deadline asked for is tried again after [`RETRY_MS`].
 //!   One that idleness asked for ends with the next thing that wants the sandbox, as a frozen one does.

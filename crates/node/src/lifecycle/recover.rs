@@ -77,7 +77,7 @@ impl Run {
         }
         match (work, from) {
             (Work::Create | Work::Destroy, _) | (_, None) => self.machine.kill = true,
-            (Work::Freeze | Work::Thaw | Work::Checkpoint { .. }, _) => {
+            (Work::Freeze | Work::Thaw | Work::Checkpoint { .. } | Work::Fork, _) => {
                 self.found_live(found, "it was gone when the daemon started");
             }
             (Work::Pause { .. }, _) if !alive && found.published.is_some() => {

@@ -117,6 +117,7 @@ impl Run {
                     | Work::Freeze
                     | Work::Thaw
                     | Work::Checkpoint { .. }
+                    | Work::Fork
                     | Work::Resume
                     | Work::ReplaceKeeper
             ),
@@ -208,6 +209,7 @@ impl Run {
         match request {
             Request::Pause { reason } => self.begin(Work::Pause { reason }, caller),
             Request::Checkpoint { reason } => self.begin(Work::Checkpoint { reason }, caller),
+            Request::Fork => self.begin(Work::Fork, caller),
             Request::RollBack { target } => self.begin(Work::RollBack { target }, caller),
             Request::Resume { .. } => {
                 self.refuse(caller, NodeError::conflict("the sandbox is already running"))
@@ -229,7 +231,7 @@ impl Run {
             Request::RollBack { target } => self.begin(Work::RollBack { target }, caller),
             Request::Resume { .. } => self.begin(Work::Thaw, caller),
             Request::Connect { timeout_ms } => self.connected(caller, timeout_ms),
-            Request::Pause { .. } | Request::Checkpoint { .. } | Request::Wake { .. } => {
+            Request::Pause { .. } | Request::Checkpoint { .. } | Request::Fork | Request::Wake { .. } => {
                 self.machine.queue.push_front((caller, request));
                 self.begin(Work::Thaw, NOBODY);
             }
@@ -242,7 +244,7 @@ impl Run {
             Request::Pause { .. } => {
                 self.refuse(caller, NodeError::conflict("the sandbox is already paused"))
             }
-            Request::Checkpoint { .. } => match self.machine.head.clone() {
+            Request::Checkpoint { .. } | Request::Fork => match self.machine.head.clone() {
                 Some(snapshot) => self.reply(caller, Reply::Already { snapshot }),
                 None => self.refuse(caller, NodeError::internal("a paused sandbox has no snapshot")),
             },
@@ -300,7 +302,7 @@ impl Run {
                 self.started();
             }
             Work::Freeze => self.rest_later(Rest::Frozen),
-            Work::Thaw => self.rest_later(Rest::Running),
+            Work::Thaw | Work::Fork => self.rest_later(Rest::Running),
             Work::Checkpoint { .. } => self.rest(Rest::Running),
             Work::Pause { .. } => {
                 self.machine.ended = None;

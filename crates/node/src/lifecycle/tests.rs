@@ -166,7 +166,7 @@ impl World {
             }
             Work::Freeze => self.runtime.map(|(generation, _)| (generation, true)),
             Work::Thaw => self.runtime.map(|(generation, _)| (generation, false)),
-            Work::Checkpoint { .. } => self.runtime,
+            Work::Checkpoint { .. } | Work::Fork => self.runtime,
             Work::Pause { .. } | Work::Destroy => None,
         };
     }
@@ -218,7 +218,7 @@ impl World {
                     found.published = Some(self.publish());
                     self.runtime = None;
                 }
-                Work::Freeze | Work::Thaw | Work::Destroy => self.apply(&work, generation),
+                Work::Freeze | Work::Thaw | Work::Fork | Work::Destroy => self.apply(&work, generation),
                 _ => {}
             }
         }
@@ -285,7 +285,7 @@ fn happens() -> impl Strategy<Value = Happens> {
 }
 
 fn request(choice: u8, head: Option<&SnapshotId>) -> Request {
-    match choice % 11 {
+    match choice % 12 {
         0 | 1 => Request::Pause { reason: Reason::Pause },
         2 => Request::Checkpoint { reason: Reason::Fork },
         3 | 4 => Request::Resume { timeout_ms: Some(1000) },
@@ -295,6 +295,7 @@ fn request(choice: u8, head: Option<&SnapshotId>) -> Request {
         8 => head
             .map_or(Request::Wake { resume: false }, |target| Request::RollBack { target: target.clone() }),
         9 => Request::Wake { resume: true },
+        10 => Request::Fork,
         _ => Request::Kill,
     }
 }
@@ -378,7 +379,7 @@ proptest! {
         let paused_on = world.machine.head.clone().unwrap();
         for what in history {
             let harmless = match &what {
-                Happens::Asks(choice) => matches!(choice % 11, 0..=2 | 7),
+                Happens::Asks(choice) => matches!(choice % 12, 0..=2 | 7 | 10),
                 Happens::Finishes(_) | Happens::Crashes(_) | Happens::TimePasses(_) | Happens::LateOutcome => true,
                 _ => false,
             };

@@ -54,6 +54,7 @@ enum Operation {
     Resume,
     Rollback,
     Kill,
+    Fork,
 }
 
 /// Begins the operation and dies where the engine is told to stick.
@@ -69,6 +70,7 @@ fn die(host: &Host, operation: Operation, at: &'static str) -> (SandboxId, Optio
         if operation == Operation::Resume {
             snapshot = Some(node.pause(&id, PauseRequest::default()).await.unwrap().1.id);
         }
+        host.world.state().live_fork = operation == Operation::Fork;
         host.stick(Some(at));
         let (node_, id_, target) = (Arc::clone(&node), id.clone(), snapshot.clone());
         tokio::spawn(async move {
@@ -79,6 +81,7 @@ fn die(host: &Host, operation: Operation, at: &'static str) -> (SandboxId, Optio
                 Operation::Resume => drop(node_.resume(&id_, None).await),
                 Operation::Rollback => drop(node_.rollback(&id_, &target.unwrap()).await),
                 Operation::Kill => drop(node_.kill(&id_).await),
+                Operation::Fork => drop(node_.fork(&id_, 3, 60, None).await),
             }
         });
         host.world.stuck().await;
@@ -177,6 +180,16 @@ fn s29_a_checkpoint_that_was_cut_off_leaves_it_running() {
     for at in ["checkpoint:before", "checkpoint:after"] {
         let (host, id, state) = crash_and_check(Operation::Checkpoint, at);
         assert_eq!(state, State::Running, "{at}");
+        goes_on(&host, &id, "first");
+    }
+}
+
+#[test]
+fn s29_a_live_fork_that_was_cut_off_leaves_the_source_alone() {
+    for at in ["fork:before", "fork:after"] {
+        let (host, id, state) = crash_and_check(Operation::Fork, at);
+        assert_eq!(state, State::Running, "{at}");
+        assert_eq!(host.world.state().runtimes.len(), 1, "{at}");
         goes_on(&host, &id, "first");
     }
 }

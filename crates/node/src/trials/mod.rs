@@ -1,6 +1,7 @@
 //! Trials of the node over a model engine: races, failures, and the daemon's death at every step.
 
 mod crashes;
+mod forks;
 mod model_engine;
 mod races;
 

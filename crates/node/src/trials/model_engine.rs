@@ -10,7 +10,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dormouse_engine::{
     Adopted, After, BootSpec, Capabilities, Captured, CapturedFile, Engine, EngineError, Exit, Failure,
-    ForkChild, Operation, RestoreSpec, Restored, RuntimeState, Swept, Usage, WarmSpec,
+    ForkChild, Forked, Operation, RestoreSpec, Restored, RuntimeState, Swept, Usage, WarmSpec,
 };
 use dormouse_snapshot::{Compat, FileRole, Manifest};
 use dormouse_types::{EngineKind, Generation, RuntimeId, SandboxId};
@@ -38,6 +38,7 @@ pub struct State {
     /// Calls that stop there and never return, as under a daemon that is killed: `checkpoint:before`.
     pub stuck_at: Option<&'static str>,
     pub sessions: Vec<Session>,
+    pub live_fork: bool,
 }
 
 /// The host. Clones share it.
@@ -214,7 +215,7 @@ impl Engine for ModelEngine {
             memory: true,
             external_tcp: false,
             incremental: false,
-            live_fork: false,
+            live_fork: self.0.state().live_fork,
             live_checkpoint: true,
         }
     }
@@ -279,11 +280,22 @@ impl Engine for ModelEngine {
     async fn fork(
         &self,
         sandbox: &SandboxId,
-        _runtime: &RuntimeId,
-        _children: Vec<ForkChild>,
-    ) -> Result<Vec<Result<(), EngineError>>, EngineError> {
-        let failure = Failure::Unsupported { why: "a model".to_owned() };
-        Err(EngineError { operation: Operation::Fork, sandbox: Some(sandbox.clone()), failure })
+        runtime: &RuntimeId,
+        children: Vec<ForkChild>,
+    ) -> Result<Forked, EngineError> {
+        self.0.at("fork:before").await;
+        self.0.fail("fork", Operation::Fork, sandbox)?;
+        let memory = self.0.state().runtimes.get(runtime).map(|it| it.memory.clone()).unwrap_or_default();
+        let mut made = Vec::new();
+        for child in children {
+            let outcome = self.0.fail("fork_child", Operation::Fork, &child.sandbox);
+            if outcome.is_ok() {
+                self.start(&child.sandbox, &child.runtime, memory.clone());
+            }
+            made.push(outcome);
+        }
+        self.0.at("fork:after").await;
+        Ok(Forked { stopped: Duration::from_millis(3), children: made })
     }
 
     async fn freeze(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError> {

@@ -159,11 +159,8 @@ impl Job {
         let foreign = manifest.sandbox != self.order.info.id;
         let woken = self.wake_or_stop(&self.wake(birth, foreign)).await?;
         self.reached("woken");
-        if foreign && !woken.reseeded && !self.engine.random_from_host() {
-            self.stop_new().await;
-            let message =
-                "the agent inside did not confirm new randomness; the copy was not served".to_owned();
-            return Err(NotLaunched::Ended(NodeError::failed(message)));
+        if foreign {
+            self.check_reseeded(&woken).await?;
         }
         Ok(Launched {
             woken,
@@ -174,6 +171,32 @@ impl Job {
             new_identity: foreign,
             random_from_host: self.engine.random_from_host(),
         })
+    }
+
+    /// A live fork's child, whose runtime exists: fail closed as after a restore.
+    pub(super) async fn wake_child(&self, birth: &Birth) -> Result<Launched, NotLaunched> {
+        let woken = self.wake_or_stop(&self.wake(Some(birth), true)).await?;
+        self.reached("woken");
+        self.check_reseeded(&woken).await?;
+        Ok(Launched {
+            woken,
+            agent_digest: self.order.info.agent_digest.clone(),
+            session: Session::New,
+            from_pool: false,
+            restored: true,
+            new_identity: true,
+            random_from_host: self.engine.random_from_host(),
+        })
+    }
+
+    /// A copy that could draw the same numbers as another is not served.
+    async fn check_reseeded(&self, woken: &Woken) -> Result<(), NotLaunched> {
+        if woken.reseeded || self.engine.random_from_host() {
+            return Ok(());
+        }
+        self.stop_new().await;
+        let message = "the agent inside did not confirm new randomness; the copy was not served".to_owned();
+        Err(NotLaunched::Ended(NodeError::failed(message)))
     }
 
     fn restore_spec(&self, manifest: &Manifest, session: Session) -> RestoreSpec {

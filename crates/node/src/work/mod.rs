@@ -4,6 +4,7 @@
 //! (`operation_s_max`), by an error if need be; it decides nothing about states.
 
 mod capture;
+mod fork;
 mod launch;
 
 use std::sync::Arc;
@@ -16,6 +17,8 @@ use dormouse_wire::keeper::Session;
 use tokio::task::JoinHandle;
 
 use crate::agent;
+pub use fork::{Awaited, Born, Once, Place, Ready, place};
+
 use crate::error::{ErrorCode, NodeError};
 use crate::hub::Hub;
 use crate::journal::PendingOp;
@@ -34,6 +37,8 @@ pub struct Order {
     pub birth: Option<Birth>,
     /// How the snapshot that a client asks for is called and kept.
     pub asked: Option<SnapshotRequest>,
+    /// Whom a live fork is to make.
+    pub children: Option<Once<Vec<Ready>>>,
 }
 
 /// What only the first start of a sandbox needs.
@@ -43,6 +48,15 @@ pub struct Birth {
     pub operation: &'static str,
     pub default_user: Option<String>,
     pub default_workdir: Option<String>,
+    /// It becomes a copy of a running one.
+    pub live: Option<Once<Place>>,
+}
+
+impl Birth {
+    #[must_use]
+    pub fn of(operation: &'static str) -> Self {
+        Self { operation, default_user: None, default_workdir: None, live: None }
+    }
 }
 
 /// The outcome, and what the actor writes down and answers with.
@@ -119,7 +133,7 @@ pub async fn run(order: Order) -> Report {
     let error = NodeError::failed(format!("it did not end within {} s", limit.as_secs()));
     match work {
         // Where nothing was taken away, nothing is.
-        Work::Freeze | Work::Thaw | Work::Destroy => Report::unchanged(error),
+        Work::Freeze | Work::Thaw | Work::Fork | Work::Destroy => Report::unchanged(error),
         // Unknown where it stands: made certain.
         _ => {
             if let Err(error) = engine.stop(&sandbox, &spare).await {
@@ -143,6 +157,7 @@ impl Job {
             Work::Freeze => self.freeze().await,
             Work::Thaw => self.thaw().await,
             Work::Checkpoint { reason } => self.checkpoint(reason).await,
+            Work::Fork => self.fork().await,
             Work::Pause { reason } => self.pause(reason).await,
             Work::Resume => self.resume().await,
             Work::RollBack { target } => self.roll_back(&target).await,
@@ -373,11 +388,13 @@ impl Job {
     }
 
     async fn create(self) -> Report {
-        let birth = self.order.birth.clone().unwrap_or(Birth {
-            operation: "create",
-            default_user: None,
-            default_workdir: None,
-        });
+        let birth = self.order.birth.clone().unwrap_or_else(|| Birth::of("create"));
+        if let Some(live) = &birth.live {
+            return match live.take() {
+                Some(place) => self.be_born(&birth, place).await,
+                None => Report::unchanged(NodeError::internal("a copy is to be made twice")),
+            };
+        }
         let Ok(_permit) = self.order.hub.starts.acquire().await else {
             return Report::unchanged(NodeError::unavailable("the node is shutting down"));
         };
