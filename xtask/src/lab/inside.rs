@@ -9,7 +9,7 @@ use super::{Job, image};
 use crate::run;
 
 /// Room beside the files for what is written next to them.
-const FREE_BYTES: u64 = 1 << 30;
+const FREE_BYTES: u64 = 16 << 30;
 /// Of the workspace: what programs and tests look for.
 const WORKSPACE: &[&str] = &["tests", "openapi.json", "Cargo.toml"];
 

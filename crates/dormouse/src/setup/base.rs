@@ -112,7 +112,8 @@ fn agent_digest() -> String {
     AgentBinary { version: String::new(), bytes: AGENT.into() }.digest()
 }
 
-async fn find(context: &Context) -> Result<Option<TemplateInfo>, CliError> {
+/// `engine`: one that was made by another engine is not what is looked for.
+async fn find(context: &Context, engine: Option<EngineKind>) -> Result<Option<TemplateInfo>, CliError> {
     let templates: Vec<TemplateInfo> =
         context.client()?.get("list the templates", "/dormouse/v1/templates").await?;
     // An alias may carry its tag.
@@ -121,7 +122,11 @@ async fn find(context: &Context) -> Result<Option<TemplateInfo>, CliError> {
     if stamp.trim() != agent_digest() {
         return Ok(None);
     }
-    let Some(template) = templates.into_iter().find(|template| template.aliases.iter().any(is_base)) else {
+    let fits = |template: &TemplateInfo| {
+        template.aliases.iter().any(is_base)
+            && engine.is_none_or(|engine| template.engine == engine.to_string())
+    };
+    let Some(template) = templates.into_iter().find(fits) else {
         return Ok(None);
     };
     // One whose snapshot is gone or was found damaged is of no use: it is built again.
@@ -138,14 +143,14 @@ async fn find(context: &Context) -> Result<Option<TemplateInfo>, CliError> {
 pub async fn is_there(context: &Context, engine: Option<EngineKind>) -> Result<bool, CliError> {
     let asked = context.again();
     if asked.client()?.healthy().await {
-        return Ok(find(&asked).await?.is_some());
+        return Ok(find(&asked, engine).await?.is_some());
     }
     let needs_runsc = engine != Some(EngineKind::Microvm);
     if !context.data_dir.join("node.db").is_file() || (needs_runsc && crate::doctor::find_runsc().is_err()) {
         return Ok(false);
     }
     let daemon = Daemon::find_or_start(context, engine).await?;
-    let found = find(daemon.context()).await;
+    let found = find(daemon.context(), engine).await;
     daemon.end().await?;
     Ok(found?.is_some())
 }
@@ -157,13 +162,17 @@ pub async fn ensure(
     tell: &dyn Fn(&str),
 ) -> Result<String, CliError> {
     let daemon = Daemon::find_or_start(context, engine).await?;
-    let made = build(daemon.context(), tell).await;
+    let made = build(daemon.context(), engine, tell).await;
     daemon.end().await?;
     made
 }
 
-async fn build(context: &Context, tell: &dyn Fn(&str)) -> Result<String, CliError> {
-    if let Some(template) = find(context).await? {
+async fn build(
+    context: &Context,
+    engine: Option<EngineKind>,
+    tell: &dyn Fn(&str),
+) -> Result<String, CliError> {
+    if let Some(template) = find(context, engine).await? {
         tell(&format!("template {NAME}: it is there ({})", template.template_id));
         return Ok(template.template_id);
     }
@@ -175,6 +184,7 @@ async fn build(context: &Context, tell: &dyn Fn(&str)) -> Result<String, CliErro
     std::fs::write(folder.path().join("template.toml"), TEMPLATE).map_err(failed)?;
     let query = BuildQuery {
         names: vec![NAME.to_owned()],
+        engine: engine.map(|engine| engine.to_string()),
         file: "template.toml".to_owned(),
         ..BuildQuery::default()
     };
