@@ -21,11 +21,14 @@ use vm_memory::{GuestMemoryBackend as _, GuestMemoryRegion as _};
 
 pub use write::{Written, write};
 
+use super::extents::Piece;
 use super::{Layer, LayerError, Merged, PAGE_BYTES, io_error};
 use crate::memory::GuestMemory;
 
 /// So many pieces are mapped; the smallest ones beyond that are read (a process has 65,530 mappings).
 const PIECES_MAPPED_MAX: usize = 16_000;
+/// Holes between two pieces of a layer up to this are mapped with them.
+const MAPPED_GAP_BYTES_MAX: u64 = 256 << 10;
 
 /// The layers that guest memory was restored from.
 #[derive(Debug, Clone, Default)]
@@ -54,9 +57,24 @@ impl Base {
         }
     }
 
+    /// Neighbours of one layer with little between them are one: its file has a hole there, which reads as zeros, as the
+    /// memory would. A mapping less is worth more than the huge pages that such a gap is too small for.
+    fn pieces_to_map(&self) -> Vec<Piece> {
+        let mut pieces: Vec<Piece> = Vec::new();
+        for piece in self.merged.iter() {
+            match pieces.last_mut() {
+                Some(last) if last.layer == piece.layer && piece.start - last.end <= MAPPED_GAP_BYTES_MAX => {
+                    last.end = piece.end;
+                }
+                _ => pieces.push(*piece),
+            }
+        }
+        pieces
+    }
+
     /// Maps the chain over fresh, anonymous memory of its size.
     pub fn map(&self, memory: &GuestMemory) -> Result<(), LayerError> {
-        let mut pieces: Vec<_> = self.merged.iter().copied().collect();
+        let mut pieces = self.pieces_to_map();
         if pieces.len() > PIECES_MAPPED_MAX {
             pieces.sort_unstable_by_key(|piece| std::cmp::Reverse(piece.end - piece.start));
         }
