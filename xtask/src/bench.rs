@@ -1,6 +1,6 @@
 //! `cargo xtask bench`: medians, and ratios to raw runsc doing the same in the same run.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use comfy_table::Table;
@@ -33,9 +33,10 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let data = data_dir.to_string_lossy();
     eprint!("{}", run::output(&mut run::command(&binary, &["setup", "--data-dir", &data]))?);
     let options = Options { binary, data_dir, runs: args.runs, only: args.only.clone() };
-    let figures = dormouse_testkit::bench::run(&options, &mut |figure| {
-        eprintln!("  {}: {:.2} {}", figure.name, figure.ours, figure.unit);
-    })?;
+    let mut figures = dormouse_testkit::bench::run(&options, &mut tell)?;
+    if Path::new("/dev/kvm").exists() && microvm_is_wanted(&args.only) {
+        figures.extend(microvm()?);
+    }
     if args.json {
         println!("{}", serde_json::to_string_pretty(&figures)?);
     } else {
@@ -49,6 +50,41 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         bail!("beyond the limit: {}", missed.join(", "));
     }
     Ok(())
+}
+
+fn tell(figure: &Figure) {
+    eprintln!("  {}: {:.2} {}", figure.name, figure.ours, figure.unit);
+}
+
+fn microvm_is_wanted(only: &[String]) -> bool {
+    only.is_empty() || only.iter().any(|name| name.starts_with("microvm"))
+}
+
+/// One line of what the monitor's own measurement says.
+#[derive(serde::Deserialize)]
+struct Measured {
+    name: String,
+    ms: f64,
+    limit_ms: Option<f64>,
+}
+
+/// How long a fork and a checkpoint stop a small guest: any `/dev/kvm` will do.
+fn microvm() -> anyhow::Result<Vec<Figure>> {
+    let args =
+        ["test", "-q", "--release", "-p", "dormouse-vmm", "--test", "monitor", "--", "measure", "--json"];
+    let said = run::output(&mut run::cargo(&args))?;
+    let measured: Vec<Measured> = serde_json::from_str(said.trim())?;
+    let figures = measured.into_iter().map(|Measured { name, ms, limit_ms }| Figure {
+        name,
+        unit: "ms".to_owned(),
+        ours: ms,
+        raw: None,
+        ratio: None,
+        limit: limit_ms,
+        runs: 10,
+        note: "a real-mode guest, source stopped or answer there, by fork(2)".to_owned(),
+    });
+    Ok(figures.inspect(tell).collect())
 }
 
 fn table(figures: &[Figure]) -> Table {

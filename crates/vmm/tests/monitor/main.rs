@@ -1,6 +1,7 @@
 //! Whole monitors, as processes, with small real-mode guests: they run on any `/dev/kvm`, be it software.
 //!
 //! No harness: this executable is the monitor, too, and a monitor forks, which a harness's threads would not survive.
+//! Beside the tests: `live` (a real kernel) and `measure`.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod live;
@@ -67,8 +68,14 @@ fn main() -> ExitCode {
         live::live(rest);
         return ExitCode::SUCCESS;
     }
-    if args == ["measure"] {
-        measure::measure();
+    if args.first().is_some_and(|mode| mode == "measure") {
+        measure::measure(args.iter().any(|arg| arg == "--json"));
+        return ExitCode::SUCCESS;
+    }
+    let has = |flag: &str| args.iter().any(|arg| arg == flag);
+    if has("--list") {
+        // As nextest asks for it, first all tests and then those that are left out by default: there are none.
+        TESTS.iter().filter(|_| !has("--ignored")).for_each(|(name, _)| println!("{name}: test"));
         return ExitCode::SUCCESS;
     }
     if !Path::new("/dev/kvm").exists() {
@@ -76,13 +83,17 @@ fn main() -> ExitCode {
         return ExitCode::FAILURE;
     }
     let filter = args.iter().find(|arg| !arg.starts_with('-'));
-    for (name, test) in TESTS {
-        if filter.is_none_or(|filter| name.contains(filter.as_str())) {
-            println!("test {name} ...");
-            test();
-        }
+    let wanted = |name: &str| {
+        filter
+            .is_none_or(|filter| if has("--exact") { name == filter } else { name.contains(filter.as_str()) })
+    };
+    let mut passed = 0;
+    for (name, test) in TESTS.iter().filter(|(name, _)| wanted(name)) {
+        println!("test {name} ...");
+        test();
+        passed += 1;
     }
-    println!("all passed");
+    println!("test result: ok. {passed} passed; 0 failed");
     ExitCode::SUCCESS
 }
 
