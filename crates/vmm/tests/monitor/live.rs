@@ -58,6 +58,7 @@ pub fn live(args: &[String]) {
     println!("boot to the third tick: {:.0} ms", ms(since));
     rig.talk(0, TALK_BYTES);
     println!("the carrier carries {TALK_BYTES} bytes there and back");
+    print_load(&mut client);
     for _ in 0..5 {
         let since = Instant::now();
         client.pause().expect("a pause");
@@ -80,6 +81,29 @@ pub fn live(args: &[String]) {
     many_checkpoints(&mut rig, &machine, &dir, &mut client);
     goes_on(&dir, 2);
     println!("live: all passed");
+}
+
+/// What each thread of the monitor uses of a processor.
+fn print_load(client: &mut Client) {
+    let (_, pid) = client.hello().expect("a greeting");
+    let ticks = || -> Vec<(String, u64)> {
+        let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("its threads").flatten();
+        let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
+        let used = |stat: String| {
+            let (head, tail) = stat.rsplit_once(") ")?;
+            let words: Vec<&str> = tail.split(' ').collect();
+            let of = |word: usize| words.get(word)?.parse::<u64>().ok();
+            Some((head.rsplit_once('(')?.1.to_owned(), of(11)? + of(12)?))
+        };
+        stats.filter_map(used).collect()
+    };
+    let (before, since) = (ticks(), Instant::now());
+    std::thread::sleep(std::time::Duration::from_secs(5));
+    let seconds = since.elapsed().as_secs_f64();
+    for ((name, before), (_, after)) in before.into_iter().zip(ticks()) {
+        // Clock ticks are hundredths of a second on every Linux of this architecture.
+        println!("thread {name}: {:.0} % of a processor", (after - before) as f64 / seconds);
+    }
 }
 
 fn fork_and_fork_again(rig: &mut Rig, dir: &Path, client: &mut Client) {
