@@ -154,7 +154,15 @@ pub async fn load(hub: &Hub, id: &SnapshotId) -> Result<Manifest, NodeError> {
 /// The manifest's facts under the lineage as it is now.
 pub async fn info(hub: &Hub, row: SnapshotRow) -> Result<SnapshotInfo, NodeError> {
     let manifest = load(hub, &row.id).await?;
-    Ok(SnapshotInfo { names: row.names, parent: row.parent, ..SnapshotInfo::of(&manifest) })
+    let bytes = occupied(hub, &manifest).await;
+    Ok(SnapshotInfo { names: row.names, parent: row.parent, bytes, ..SnapshotInfo::of(&manifest) })
+}
+
+/// What it takes on the disk: the files of a microVM's are mostly holes.
+pub async fn occupied(hub: &Hub, manifest: &Manifest) -> u64 {
+    let (store, id) = (hub.store.clone(), manifest.id.clone());
+    let asked = hub.blocking("the look at a snapshot's size", move || store.occupied_bytes(&id)).await;
+    asked.unwrap_or_else(|_| manifest.bytes())
 }
 
 /// Brings the rows in line with the store, which alone knows what exists.

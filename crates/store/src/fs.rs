@@ -38,6 +38,12 @@ pub fn disk_bytes(dir: &Path) -> u64 {
         .sum()
 }
 
+/// Blocks of the files in `dir`, those too that others share.
+pub fn occupied_bytes(dir: &Path) -> u64 {
+    let Ok(entries) = std::fs::read_dir(dir) else { return 0 };
+    entries.flatten().filter_map(|entry| entry.metadata().ok()).map(|meta| meta.blocks() * 512).sum()
+}
+
 /// True for the errors that mean "no room": a full disk and a used-up quota.
 pub fn is_no_space(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)

@@ -163,6 +163,12 @@ impl Store {
         fs::disk_bytes(&self.dir(id))
     }
 
+    /// Bytes on the disk that the snapshot's files take, whoever else has them too: holes take none.
+    #[must_use]
+    pub fn occupied_bytes(&self, id: &SnapshotId) -> u64 {
+        fs::occupied_bytes(&self.dir(id))
+    }
+
     pub fn space(&self) -> Result<Space, SpaceError> {
         let failed =
             |source: rustix::io::Errno| SpaceError { path: self.dir.to_path_buf(), source: source.into() };

@@ -27,6 +27,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dormouse_snapshot::devices::DEVICES_VERSION;
 use dormouse_snapshot::{Compat, Manifest};
 use dormouse_sys::cgroup::{Hierarchies, Version};
 use dormouse_types::{EngineKind, Generation, RuntimeId, SandboxId};
@@ -45,9 +46,6 @@ use layout::Layout;
 #[cfg(test)]
 use runtime::Meta;
 use runtime::{Runtime, WORK_WAIT};
-
-/// Of what a monitor writes into a snapshot: one with another number cannot be restored.
-const STATE_VERSION: u32 = 1;
 
 #[derive(Debug, Clone)]
 pub struct MicrovmConfig {
@@ -193,7 +191,7 @@ impl Inner {
 
     fn compat(&self) -> Compat {
         Compat {
-            engine_version: format!("microvm state {STATE_VERSION}"),
+            engine_version: format!("microvm state {DEVICES_VERSION}"),
             platform: self.platform.clone(),
             cpu_features: self.cpu_features.clone(),
             agent_version: self.agent.version.clone(),

@@ -298,7 +298,8 @@ impl Build {
             workdir: some(&plan.config.workdir),
             build: self.id.to_string(),
             created_at: self.hub.now(),
-            bytes: manifest.bytes() + image.map(|image| image.bytes).unwrap_or(0),
+            bytes: retention::occupied(&self.hub, &manifest).await
+                + image.map(|image| image.bytes).unwrap_or(0),
         };
         self.hub.journal.put_template(info.clone(), self.request.owner.clone()).await?;
         self.retire_nameless(&before).await;

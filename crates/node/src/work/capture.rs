@@ -16,13 +16,22 @@ use crate::agent;
 use crate::complete;
 use crate::error::{ErrorCode, NodeError};
 use crate::journal::SnapshotRow;
-use crate::model::SnapshotRequest;
+use crate::model::{SnapshotInfo, SnapshotRequest};
+use crate::retention;
 
 /// A snapshot that exists.
 pub struct Taken {
     pub manifest: Manifest,
+    /// On the disk.
+    pub bytes: u64,
     pub stopped: Duration,
     pub notes: Vec<String>,
+}
+
+impl Taken {
+    pub fn info(&self) -> SnapshotInfo {
+        SnapshotInfo { bytes: self.bytes, ..SnapshotInfo::of(&self.manifest) }
+    }
 }
 
 /// No snapshot was taken.
@@ -83,7 +92,9 @@ impl Job {
             Ok(manifest) => {
                 self.write_down(&manifest).await;
                 complete::later(&self.order.hub, manifest.id.clone());
-                Ok(Taken { manifest, stopped: captured.stopped, notes: [notes, captured.notes].concat() })
+                let bytes = retention::occupied(&self.order.hub, &manifest).await;
+                let notes = [notes, captured.notes].concat();
+                Ok(Taken { manifest, bytes, stopped: captured.stopped, notes })
             }
             Err(error) if after == After::Hold => Err(self.let_go(runtime, error).await),
             Err(error) => Err(NotTaken::Unchanged(error)),

@@ -243,7 +243,7 @@ impl Job {
                 Report {
                     outcome: Outcome::Done { snapshot: Some(captured.manifest.id.clone()) },
                     receipt: Some(receipt),
-                    snapshot: Some(SnapshotInfo::of(&captured.manifest)),
+                    snapshot: Some(captured.info()),
                     ..Report::done()
                 }
             }
@@ -261,7 +261,7 @@ impl Job {
                     outcome: Outcome::Done { snapshot: Some(captured.manifest.id.clone()) },
                     info: Some(SandboxInfo { runtime: None, ..self.order.info.clone() }),
                     receipt: Some(receipt),
-                    snapshot: Some(SnapshotInfo::of(&captured.manifest)),
+                    snapshot: Some(captured.info()),
                 }
             }
             Err(failed) => failed.report(),

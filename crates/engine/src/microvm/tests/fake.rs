@@ -151,9 +151,15 @@ impl Fake {
                 let mut pids = Vec::new();
                 for child in children {
                     self.set(&child.dir, State::Paused);
+                    // A child listens before its fork is answered; whoever binds first serves.
+                    self.listen(&child.dir, SOCKET);
                     // Told from other processes by what it names.
                     let mut process = Command::new("tail");
-                    process.args(["-f", "/dev/null"]).arg(child.dir.join("meta.json")).stdout(Stdio::null());
+                    process
+                        .args(["-f", "/dev/null"])
+                        .arg(child.dir.join("meta.json"))
+                        .stdout(Stdio::null())
+                        .stderr(Stdio::null());
                     let mut process = process.spawn().unwrap();
                     pids.push(process.id());
                     std::thread::spawn(move || process.wait());
