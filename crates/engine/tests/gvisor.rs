@@ -196,6 +196,29 @@ async fn a_checkpoint_that_fails_leaves_the_sandbox_as_it_was() {
     lab.engine.destroy(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
 }
 
+/// The daemon dies after it stopped the carrier for a checkpoint and before anything else was done.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_carrier_that_was_stopped_moves_again_under_the_next_daemon() {
+    use std::io::{Read as _, Write as _};
+    let mut lab = Lab::new().await;
+    let sandbox = lab.boot().await;
+    let mut talk = lab.talk(&sandbox);
+    assert_eq!(talk.ask("fill 1"), "filled");
+    let sum = talk.ask("sum");
+    let detach = serde_json::to_vec(&dormouse_wire::keeper::Request::Detach).unwrap();
+    let socket = lab.engine.keeper_dir(&sandbox.id).join(dormouse_wire::keeper::CONTROL_SOCKET);
+    let mut control = std::os::unix::net::UnixStream::connect(socket).unwrap();
+    control.write_all(&u32::try_from(detach.len()).unwrap().to_le_bytes()).unwrap();
+    control.write_all(&detach).unwrap();
+    control.read_exact(&mut [0_u8; 4]).unwrap();
+    drop(control);
+    lab.reopen().await;
+    let adopted = lab.engine.adopt(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
+    assert_eq!((adopted.runtime, adopted.keeper), (RuntimeState::Running, true));
+    assert_eq!(talk.ask("sum"), sum);
+    lab.engine.destroy(&sandbox.id, Some(&sandbox.runtime)).await.unwrap();
+}
+
 /// The daemon dies while runsc writes the image: its successor finds a running sandbox.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_daemon_that_dies_in_a_checkpoint_loses_nothing() {

@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use dormouse_snapshot::FileRole;
 use dormouse_types::{RuntimeId, SandboxId};
-use dormouse_wire::keeper::Request;
+use dormouse_wire::keeper::{Answer, Carrier, Request};
 
 use super::Inner;
 use super::bundle::{DESCRIPTION, Described, LAYOUT};
@@ -198,9 +198,21 @@ pub(super) fn recover(container: &Container, keeper: &Keeper) -> Result<(), Fail
         }
         release(container, keeper, true)?;
     }
+    if !held && container.sandbox().is_some() {
+        attach_again(keeper);
+    }
     match container.meta() {
         Some(meta) if !held => container.set_limits(meta.shape),
         _ => Ok(()),
+    }
+}
+
+/// The daemon died after it had stopped the carrier and before anything else was done.
+fn attach_again(keeper: &Keeper) {
+    let stopped = matches!(keeper.ask(&Request::Status, &[]),
+        Ok(Answer::Status(status)) if status.carrier == Carrier::Detached);
+    if stopped && let Err(error) = keeper.done(&Request::Reattach, &[]) {
+        tracing::warn!(sandbox = %keeper.sandbox, %error, "its carrier does not move again");
     }
 }
 
