@@ -144,8 +144,13 @@ fn leaked(data_dir: &std::path::Path, daemon: u32, clean: &host::Holdings) -> Re
     let of_sandboxes = |path: &&String| !path.contains("/gvisor/run/");
     let prepared: Vec<&str> = now.runtime_files.iter().filter_map(|path| path.rsplit('/').next()).collect();
     let of_the_pool = |name: &str| prepared.iter().any(|id| name.contains(id));
-    let mut leaked: Vec<String> =
-        now.processes.iter().chain(&now.cgroups).filter(|name| !of_the_pool(name)).cloned().collect();
+    // The group that all of the pool's are in comes with the first of them.
+    let above_the_pool = |name: &str| {
+        let below = format!("{name}/");
+        now.cgroups.iter().any(|group| group.starts_with(&below) && of_the_pool(group))
+    };
+    let of_none = |name: &&String| !of_the_pool(name) && !above_the_pool(name);
+    let mut leaked: Vec<String> = now.processes.iter().chain(&now.cgroups).filter(of_none).cloned().collect();
     leaked.retain(|name| !clean.cgroups.contains(name));
     leaked.extend(now.mounts.difference(&clean.mounts).cloned());
     leaked.extend(now.runtime_files.iter().filter(of_sandboxes).cloned());
