@@ -4,11 +4,14 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use dormouse_snapshot::{Compat, Manifest};
+use dormouse_sys::cgroup::Hierarchies;
 use dormouse_sys::process::PidFd;
+use dormouse_types::{EngineKind, SandboxId};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use crate::error::Failure;
+use crate::error::{EngineError, Failure, Operation};
 
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
@@ -38,6 +41,49 @@ fn fnv1a(bytes: &[u8]) -> u64 {
     bytes
         .iter()
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// Without usable groups an engine still works: the reason is logged, its `cgroups` tells.
+pub(crate) fn usable_groups(parent: &Path) -> Hierarchies {
+    match Hierarchies::detect().and_then(|found| found.prepare(parent).map(|()| found)) {
+        Ok(found) => found,
+        Err(error) => {
+            tracing::warn!(%error, "cgroups cannot be used here: limits are not enforced");
+            Hierarchies::default()
+        }
+    }
+}
+
+pub(crate) fn named<T>(
+    operation: Operation,
+    sandbox: &SandboxId,
+    outcome: Result<T, Failure>,
+) -> Result<T, EngineError> {
+    outcome.map_err(|failure| EngineError { operation, sandbox: Some(sandbox.clone()), failure })
+}
+
+/// What every engine asks of a snapshot before it is restored.
+pub(crate) fn check_compat(manifest: &Manifest, engine: EngineKind, has: &Compat) -> Result<(), Failure> {
+    let refuse = |needs: String, has: String| Err(Failure::Incompatible { needs, has });
+    let needs = &manifest.compat;
+    if manifest.engine != engine {
+        return refuse(format!("the engine {}", manifest.engine), format!("the engine {engine}"));
+    }
+    if !manifest.memory {
+        return refuse("a boot: it holds no memory".to_owned(), "only restores here".to_owned());
+    }
+    if needs.engine_version != has.engine_version {
+        return refuse(needs.engine_version.clone(), has.engine_version.clone());
+    }
+    if needs.platform != has.platform {
+        return refuse(format!("the platform {}", needs.platform), format!("the platform {}", has.platform));
+    }
+    let lacks = |feature: &&String| !has.cpu_features.contains(feature);
+    let missing: Vec<&str> = needs.cpu_features.iter().filter(lacks).map(String::as_str).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    refuse(format!("the CPU features {}", missing.join(", ")), "a CPU without them".to_owned())
 }
 
 /// A digest that can be a folder's name.

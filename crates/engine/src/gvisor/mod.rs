@@ -31,7 +31,7 @@ use dormouse_wire::keeper::{Answer, EgressRules, Request, Session, Status};
 pub use runsc::Runsc;
 
 use crate::Engine;
-use crate::common::{blocking, plain_digest};
+use crate::common::{blocking, check_compat, named, plain_digest, usable_groups};
 use crate::error::{EngineError, Failure, Operation};
 use crate::keepers::Keeper;
 use crate::model::{
@@ -100,8 +100,11 @@ impl Gvisor {
                     let mend = "restart the daemon, it writes the file".to_owned();
                     return Err(Failure::Missing { what: format!("the agent {}", agent.display()), mend });
                 }
-                let hierarchies =
-                    if config.cgroups { usable_groups(&layout) } else { Hierarchies::default() };
+                let hierarchies = if config.cgroups {
+                    usable_groups(&layout.group_parent())
+                } else {
+                    Hierarchies::default()
+                };
                 Ok((layout, hierarchies))
             }
         })
@@ -178,27 +181,6 @@ impl Gvisor {
             }
         }
     }
-
-    fn named<T>(
-        operation: Operation,
-        sandbox: &SandboxId,
-        outcome: Result<T, Failure>,
-    ) -> Result<T, EngineError> {
-        outcome.map_err(|failure| EngineError { operation, sandbox: Some(sandbox.clone()), failure })
-    }
-}
-
-/// Without usable groups the engine still works: the reason is logged, `Gvisor::cgroups` tells.
-fn usable_groups(layout: &Layout) -> Hierarchies {
-    let prepared =
-        Hierarchies::detect().and_then(|found| found.prepare(&layout.group_parent()).map(|()| found));
-    match prepared {
-        Ok(found) => found,
-        Err(error) => {
-            tracing::warn!(%error, "cgroups cannot be used here: limits are not enforced, freezing is by signals");
-            Hierarchies::default()
-        }
-    }
 }
 
 impl Inner {
@@ -229,38 +211,13 @@ impl Inner {
     }
 
     fn check_manifest(&self, manifest: &Manifest) -> Result<(), Failure> {
-        let refuse = |needs: String, has: String| Err(Failure::Incompatible { needs, has });
-        if manifest.engine != EngineKind::Gvisor {
-            return refuse(format!("the engine {}", manifest.engine), "the engine gvisor".to_owned());
-        }
-        if !manifest.memory {
-            return refuse("a boot: it holds no memory".to_owned(), "only restores here".to_owned());
-        }
-        let (needs, has) = (&manifest.compat, self.compat());
-        if needs.engine_version != has.engine_version {
-            return refuse(needs.engine_version.clone(), has.engine_version);
-        }
-        if needs.platform != has.platform {
-            return refuse(
-                format!("the platform {}", needs.platform),
-                format!("the platform {}", has.platform),
-            );
-        }
-        let missing: Vec<&str> = needs
-            .cpu_features
-            .iter()
-            .filter(|feature| !has.cpu_features.contains(feature))
-            .map(String::as_str)
-            .collect();
-        if !missing.is_empty() {
-            return refuse(
-                format!("the CPU features {}", missing.join(", ")),
-                "a CPU without them".to_owned(),
-            );
-        }
+        check_compat(manifest, EngineKind::Gvisor, &self.compat())?;
+        let needs = &manifest.compat;
         if !plain_digest(&needs.agent_digest) || !self.layout.agent(&needs.agent_digest).is_file() {
-            let needs = format!("the agent {} ({})", needs.agent_version, needs.agent_digest);
-            return refuse(needs, format!("the agent {} ({})", self.agent.version, self.agent.digest));
+            return Err(Failure::Incompatible {
+                needs: format!("the agent {} ({})", needs.agent_version, needs.agent_digest),
+                has: format!("the agent {} ({})", self.agent.version, self.agent.digest),
+            });
         }
         Ok(())
     }
@@ -297,7 +254,7 @@ impl Engine for Gvisor {
     }
 
     fn can_restore(&self, manifest: &Manifest) -> Result<(), EngineError> {
-        Self::named(Operation::Restore, &manifest.sandbox, self.0.check_manifest(manifest))
+        named(Operation::Restore, &manifest.sandbox, self.0.check_manifest(manifest))
     }
 
     fn keeper_dir(&self, sandbox: &SandboxId) -> PathBuf {
@@ -308,7 +265,7 @@ impl Engine for Gvisor {
         let sandbox = spec.sandbox.clone();
         let booted = self.0.boot(spec).await;
         self.fill(REFILL_AFTER);
-        Self::named(Operation::Boot, &sandbox, booted)
+        named(Operation::Boot, &sandbox, booted)
     }
 
     async fn checkpoint(
@@ -318,14 +275,14 @@ impl Engine for Gvisor {
         into: &Path,
         after: After,
     ) -> Result<Captured, EngineError> {
-        Self::named(Operation::Checkpoint, sandbox, self.0.checkpoint(sandbox, runtime, into, after).await)
+        named(Operation::Checkpoint, sandbox, self.0.checkpoint(sandbox, runtime, into, after).await)
     }
 
     async fn restore(&self, spec: RestoreSpec) -> Result<Restored, EngineError> {
         let sandbox = spec.sandbox.clone();
         let restored = self.0.restore(spec).await;
         self.fill(REFILL_AFTER);
-        Self::named(Operation::Restore, &sandbox, restored)
+        named(Operation::Restore, &sandbox, restored)
     }
 
     async fn fork(
@@ -335,19 +292,19 @@ impl Engine for Gvisor {
         _children: Vec<ForkChild>,
     ) -> Result<Forked, EngineError> {
         let why = "gVisor forks through a snapshot: checkpoint, then restore".to_owned();
-        Self::named(Operation::Fork, sandbox, Err(Failure::Unsupported { why }))
+        named(Operation::Fork, sandbox, Err(Failure::Unsupported { why }))
     }
 
     async fn freeze(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError> {
         let (inner, runtime) = (Arc::clone(&self.0), runtime.clone());
         let frozen = blocking(move || inner.running(&runtime)?.freeze()).await;
-        Self::named(Operation::Freeze, sandbox, frozen)
+        named(Operation::Freeze, sandbox, frozen)
     }
 
     async fn thaw(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError> {
         let (inner, keeper, runtime) = (Arc::clone(&self.0), self.0.keeper(sandbox), runtime.clone());
         let thawed = blocking(move || checkpoint::thaw(&inner.running(&runtime)?, &keeper)).await;
-        Self::named(Operation::Thaw, sandbox, thawed)
+        named(Operation::Thaw, sandbox, thawed)
     }
 
     async fn stop(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError> {
@@ -358,7 +315,7 @@ impl Engine for Gvisor {
             }
             inner.end(&runtime)
         });
-        Self::named(Operation::Stop, sandbox, stopped.await)
+        named(Operation::Stop, sandbox, stopped.await)
     }
 
     async fn destroy(&self, sandbox: &SandboxId, runtime: Option<&RuntimeId>) -> Result<(), EngineError> {
@@ -368,13 +325,13 @@ impl Engine for Gvisor {
             let ended = runtime.map_or(Ok(()), |runtime| inner.end(&runtime));
             keeper.destroy().and(ended)
         });
-        Self::named(Operation::Destroy, sandbox, destroyed.await)
+        named(Operation::Destroy, sandbox, destroyed.await)
     }
 
     async fn set_egress(&self, sandbox: &SandboxId, rules: &EgressRules) -> Result<(), EngineError> {
         let (keeper, rules) = (self.0.keeper(sandbox), rules.clone());
         let set = blocking(move || keeper.done(&Request::SetEgress { rules }, &[])).await;
-        Self::named(Operation::SetEgress, sandbox, set)
+        named(Operation::SetEgress, sandbox, set)
     }
 
     async fn replace_keeper(
@@ -395,7 +352,7 @@ impl Engine for Gvisor {
             let ends = container.seal().ok_or_else(gone)?.ends()?;
             keeper.attach(generation, Session::New, rules, ends.each_ref().map(AsFd::as_fd))
         });
-        Self::named(Operation::Adopt, sandbox, replaced.await)
+        named(Operation::Adopt, sandbox, replaced.await)
     }
 
     async fn keeper_status(&self, sandbox: &SandboxId) -> Result<Status, EngineError> {
@@ -404,13 +361,13 @@ impl Engine for Gvisor {
             Answer::Status(status) => Ok(status),
             other => Err(Failure::Keeper { why: format!("answered something else than asked: {other:?}") }),
         });
-        Self::named(Operation::Status, sandbox, status.await)
+        named(Operation::Status, sandbox, status.await)
     }
 
     async fn usage(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<Usage, EngineError> {
         let (inner, runtime) = (Arc::clone(&self.0), runtime.clone());
         let usage = blocking(move || Ok(inner.running(&runtime)?.usage())).await;
-        Self::named(Operation::Status, sandbox, usage)
+        named(Operation::Status, sandbox, usage)
     }
 
     async fn exited(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Exit {
@@ -426,7 +383,7 @@ impl Engine for Gvisor {
             };
             Ok(Adopted { runtime, keeper: keeper.answers() })
         });
-        Self::named(Operation::Adopt, sandbox, adopted.await)
+        named(Operation::Adopt, sandbox, adopted.await)
     }
 
     async fn sweep(&self, keep: &[(SandboxId, Option<RuntimeId>)]) -> Result<Swept, EngineError> {

@@ -33,7 +33,7 @@ use dormouse_sys::cgroup::{Hierarchies, Version};
 use dormouse_types::{EngineKind, Generation, RuntimeId, SandboxId};
 use dormouse_wire::keeper::{Answer, EgressRules, Request, Session, Status};
 
-use crate::common::{blocking, io_failure};
+use crate::common::{blocking, check_compat, io_failure, named, usable_groups};
 use crate::error::{EngineError, Failure, Operation};
 use crate::keepers::{Keeper, Pipes};
 use crate::model::{
@@ -92,7 +92,8 @@ impl Microvm {
 
     fn over(config: MicrovmConfig) -> Result<Self, Failure> {
         let layout = Layout::open(&config.data_dir)?;
-        let hierarchies = if config.cgroups { usable_groups(&layout) } else { Hierarchies::default() };
+        let hierarchies =
+            if config.cgroups { usable_groups(&layout.group_parent()) } else { Hierarchies::default() };
         Ok(Self(Arc::new(Inner {
             layout,
             hierarchies,
@@ -122,27 +123,6 @@ impl Microvm {
     pub fn group_parent(&self) -> PathBuf {
         self.0.layout.group_parent()
     }
-
-    fn named<T>(
-        operation: Operation,
-        sandbox: &SandboxId,
-        outcome: Result<T, Failure>,
-    ) -> Result<T, EngineError> {
-        outcome.map_err(|failure| EngineError { operation, sandbox: Some(sandbox.clone()), failure })
-    }
-}
-
-/// Without usable groups the engine still works: the reason is logged, `Microvm::cgroups` tells.
-fn usable_groups(layout: &Layout) -> Hierarchies {
-    let prepared =
-        Hierarchies::detect().and_then(|found| found.prepare(&layout.group_parent()).map(|()| found));
-    match prepared {
-        Ok(found) => found,
-        Err(error) => {
-            tracing::warn!(%error, "cgroups cannot be used here: limits are not enforced");
-            Hierarchies::default()
-        }
-    }
 }
 
 impl Inner {
@@ -160,33 +140,7 @@ impl Inner {
     }
 
     fn check_manifest(&self, manifest: &Manifest) -> Result<(), Failure> {
-        let refuse = |needs: String, has: String| Err(Failure::Incompatible { needs, has });
-        if manifest.engine != EngineKind::Microvm {
-            return refuse(format!("the engine {}", manifest.engine), "the engine microvm".to_owned());
-        }
-        if !manifest.memory {
-            return refuse("a boot: it holds no memory".to_owned(), "only restores here".to_owned());
-        }
-        let (needs, has) = (&manifest.compat, self.compat());
-        if needs.engine_version != has.engine_version {
-            return refuse(needs.engine_version.clone(), has.engine_version);
-        }
-        if needs.platform != has.platform {
-            return refuse(
-                format!("the platform {}", needs.platform),
-                format!("the platform {}", has.platform),
-            );
-        }
-        let missing: Vec<&str> = needs
-            .cpu_features
-            .iter()
-            .filter(|feature| !has.cpu_features.contains(feature))
-            .map(String::as_str)
-            .collect();
-        if missing.is_empty() {
-            return Ok(());
-        }
-        refuse(format!("the CPU features {}", missing.join(", ")), "a CPU without them".to_owned())
+        check_compat(manifest, EngineKind::Microvm, &self.compat())
     }
 
     fn compat(&self) -> Compat {
@@ -226,7 +180,7 @@ impl Engine for Microvm {
     }
 
     fn can_restore(&self, manifest: &Manifest) -> Result<(), EngineError> {
-        Self::named(Operation::Restore, &manifest.sandbox, self.0.check_manifest(manifest))
+        named(Operation::Restore, &manifest.sandbox, self.0.check_manifest(manifest))
     }
 
     fn keeper_dir(&self, sandbox: &SandboxId) -> PathBuf {
@@ -235,7 +189,7 @@ impl Engine for Microvm {
 
     async fn boot(&self, spec: BootSpec) -> Result<(), EngineError> {
         let sandbox = spec.sandbox.clone();
-        Self::named(Operation::Boot, &sandbox, self.0.boot(spec).await)
+        named(Operation::Boot, &sandbox, self.0.boot(spec).await)
     }
 
     async fn checkpoint(
@@ -245,12 +199,12 @@ impl Engine for Microvm {
         into: &Path,
         after: After,
     ) -> Result<Captured, EngineError> {
-        Self::named(Operation::Checkpoint, sandbox, self.0.checkpoint(sandbox, runtime, into, after).await)
+        named(Operation::Checkpoint, sandbox, self.0.checkpoint(sandbox, runtime, into, after).await)
     }
 
     async fn restore(&self, spec: RestoreSpec) -> Result<Restored, EngineError> {
         let sandbox = spec.sandbox.clone();
-        Self::named(Operation::Restore, &sandbox, self.0.restore(spec).await)
+        named(Operation::Restore, &sandbox, self.0.restore(spec).await)
     }
 
     async fn fork(
@@ -259,24 +213,23 @@ impl Engine for Microvm {
         runtime: &RuntimeId,
         children: Vec<ForkChild>,
     ) -> Result<Forked, EngineError> {
-        let named: Vec<SandboxId> = children.iter().map(|child| child.sandbox.clone()).collect();
-        let source = Self::named(Operation::Fork, sandbox, self.0.running(runtime))?;
-        let (stopped, lived) = Self::named(Operation::Fork, sandbox, self.0.fork(source, children).await)?;
-        let children =
-            named.iter().zip(lived).map(|(child, lived)| Self::named(Operation::Fork, child, lived));
+        let ids: Vec<SandboxId> = children.iter().map(|child| child.sandbox.clone()).collect();
+        let source = named(Operation::Fork, sandbox, self.0.running(runtime))?;
+        let (stopped, lived) = named(Operation::Fork, sandbox, self.0.fork(source, children).await)?;
+        let children = ids.iter().zip(lived).map(|(child, lived)| named(Operation::Fork, child, lived));
         Ok(Forked { stopped, children: children.collect() })
     }
 
     async fn freeze(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError> {
         let (inner, runtime) = (Arc::clone(&self.0), runtime.clone());
         let frozen = blocking(move || checkpoint::freeze(&inner.running(&runtime)?)).await;
-        Self::named(Operation::Freeze, sandbox, frozen)
+        named(Operation::Freeze, sandbox, frozen)
     }
 
     async fn thaw(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError> {
         let (inner, keeper, runtime) = (Arc::clone(&self.0), self.0.keeper(sandbox), runtime.clone());
         let thawed = blocking(move || checkpoint::thaw(&inner.running(&runtime)?, &keeper)).await;
-        Self::named(Operation::Thaw, sandbox, thawed)
+        named(Operation::Thaw, sandbox, thawed)
     }
 
     async fn stop(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<(), EngineError> {
@@ -287,7 +240,7 @@ impl Engine for Microvm {
             }
             runtime.destroy()
         });
-        Self::named(Operation::Stop, sandbox, stopped.await)
+        named(Operation::Stop, sandbox, stopped.await)
     }
 
     async fn destroy(&self, sandbox: &SandboxId, runtime: Option<&RuntimeId>) -> Result<(), EngineError> {
@@ -297,13 +250,13 @@ impl Engine for Microvm {
             let ended = runtime.map_or(Ok(()), |runtime| runtime.destroy());
             keeper.destroy().and(ended)
         });
-        Self::named(Operation::Destroy, sandbox, destroyed.await)
+        named(Operation::Destroy, sandbox, destroyed.await)
     }
 
     async fn set_egress(&self, sandbox: &SandboxId, rules: &EgressRules) -> Result<(), EngineError> {
         let (keeper, rules) = (self.0.keeper(sandbox), rules.clone());
         let set = blocking(move || keeper.done(&Request::SetEgress { rules }, &[])).await;
-        Self::named(Operation::SetEgress, sandbox, set)
+        named(Operation::SetEgress, sandbox, set)
     }
 
     async fn replace_keeper(
@@ -326,7 +279,7 @@ impl Engine for Microvm {
             // A sandbox that was held for a keeper that is gone is held no longer.
             runtime.change_meta(|meta| meta.held = false)
         });
-        Self::named(Operation::Adopt, sandbox, replaced.await)
+        named(Operation::Adopt, sandbox, replaced.await)
     }
 
     async fn keeper_status(&self, sandbox: &SandboxId) -> Result<Status, EngineError> {
@@ -335,13 +288,13 @@ impl Engine for Microvm {
             Answer::Status(status) => Ok(status),
             other => Err(Failure::Keeper { why: format!("answered something else than asked: {other:?}") }),
         });
-        Self::named(Operation::Status, sandbox, status.await)
+        named(Operation::Status, sandbox, status.await)
     }
 
     async fn usage(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Result<Usage, EngineError> {
         let (inner, runtime) = (Arc::clone(&self.0), runtime.clone());
         let usage = blocking(move || Ok(inner.running(&runtime)?.usage())).await;
-        Self::named(Operation::Status, sandbox, usage)
+        named(Operation::Status, sandbox, usage)
     }
 
     async fn exited(&self, sandbox: &SandboxId, runtime: &RuntimeId) -> Exit {
@@ -357,7 +310,7 @@ impl Engine for Microvm {
             };
             Ok(Adopted { runtime, keeper: keeper.answers() })
         });
-        Self::named(Operation::Adopt, sandbox, adopted.await)
+        named(Operation::Adopt, sandbox, adopted.await)
     }
 
     async fn sweep(&self, keep: &[(SandboxId, Option<RuntimeId>)]) -> Result<Swept, EngineError> {
