@@ -51,16 +51,14 @@ impl Seal {
     pub fn seal(&self) -> Result<(), Failure> {
         let [stdin, stdout] = self.paths()?;
         let at = io_failure("seal the pipes of", &self.dir);
-        let kept = (drain(&stdin), drain(&stdout));
-        let (Ok(input), Ok(output)) = kept else {
-            let source = kept.0.err().or(kept.1.err()).unwrap_or_else(|| io::Error::other("unknown"));
+        // Nothing is taken out before it lies in the file: whoever dies in between loses nothing.
+        let kept = peek(&stdin).and_then(|input| Ok((input, peek(&stdout)?)));
+        if let Err(source) = kept.and_then(|(input, output)| self.write_file(&input, &output)) {
             return Err(at(source));
-        };
-        if let Err(source) = self.write_file(&input, &output) {
-            put(&stdin, &input).and_then(|()| put(&stdout, &output)).map_err(at)?;
-            return Err(io_failure("seal the pipes of", &self.dir)(source));
         }
-        if let Err(source) = resize(&stdout, PIPE_BYTES_SMALL).and_then(|()| fill(&stdout)) {
+        let emptied = drain(&stdin).and_then(|_| drain(&stdout));
+        let filled = emptied.and_then(|_| resize(&stdout, PIPE_BYTES_SMALL)).and_then(|()| fill(&stdout));
+        if let Err(source) = filled {
             self.unseal()?;
             return Err(at(source));
         }
@@ -138,6 +136,24 @@ fn split(kept: &[u8]) -> Option<(&[u8], &[u8])> {
 fn open(pipe: &Path, read: bool) -> io::Result<File> {
     let flags = i32::try_from(rustix::fs::OFlags::NONBLOCK.bits()).unwrap_or_default();
     OpenOptions::new().read(read).write(!read).custom_flags(flags).open(pipe)
+}
+
+/// A copy of all that is in the pipe, which stays there.
+fn peek(pipe: &Path) -> io::Result<Vec<u8>> {
+    use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_getpipe_size, fcntl_setpipe_size, pipe_with, tee};
+    let source = open(pipe, true)?;
+    let waiting = usize::try_from(rustix::io::ioctl_fionread(&source)?).unwrap_or(usize::MAX);
+    let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
+    // As many places as the source has: what is in it may be in small pieces.
+    fcntl_setpipe_size(&write, fcntl_getpipe_size(&source)?)?;
+    let copied = if waiting == 0 { 0 } else { tee(&source, &write, waiting, SpliceFlags::NONBLOCK)? };
+    if copied != waiting {
+        return Err(io::Error::other(format!("{copied} of {waiting} bytes in a pipe could be copied")));
+    }
+    drop(write);
+    let mut kept = Vec::with_capacity(copied);
+    File::from(read).read_to_end(&mut kept)?;
+    Ok(kept)
 }
 
 /// Takes out all that is in the pipe.
