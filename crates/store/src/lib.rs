@@ -157,12 +157,6 @@ impl Store {
         Ok(Freed { bytes })
     }
 
-    /// Bytes on the disk that the snapshot's folder holds; what [`Store::remove`] would give back.
-    #[must_use]
-    pub fn disk_bytes(&self, id: &SnapshotId) -> u64 {
-        fs::disk_bytes(&self.dir(id))
-    }
-
     /// Bytes on the disk that the snapshot's files take, whoever else has them too: holes take none.
     #[must_use]
     pub fn occupied_bytes(&self, id: &SnapshotId) -> u64 {

@@ -70,7 +70,7 @@ fn published_loaded_listed_verified_removed() {
     assert_eq!(store.list().unwrap(), std::slice::from_ref(&published));
     assert_eq!(store.verify(&id).unwrap(), published);
     assert_eq!(fs::metadata(store.dir(&id)).unwrap().permissions().mode() & 0o777, 0o700);
-    let held = store.disk_bytes(&id);
+    let held = store.occupied_bytes(&id);
     assert!(held >= 100_000);
     assert_eq!(store.remove(&id).unwrap().bytes, held);
     assert!(matches!(store.load(&id), Err(LoadError::NotFound { .. })));
@@ -84,7 +84,7 @@ fn what_was_reserved_is_given_back() {
     let dir = tempfile::tempdir().unwrap();
     let store = open(dir.path());
     let id = fresh(&store, b"x").id;
-    assert!(store.disk_bytes(&id) <= 4 * 4096, "{} bytes for three tiny files", store.disk_bytes(&id));
+    assert!(store.occupied_bytes(&id) <= 4 * 4096, "{} bytes for three tiny files", store.occupied_bytes(&id));
 }
 
 /// A large file's digest comes later: the snapshot is there before it, and whole after it.
