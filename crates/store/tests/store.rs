@@ -84,7 +84,11 @@ fn what_was_reserved_is_given_back() {
     let dir = tempfile::tempdir().unwrap();
     let store = open(dir.path());
     let id = fresh(&store, b"x").id;
-    assert!(store.occupied_bytes(&id) <= 4 * 4096, "{} bytes for three tiny files", store.occupied_bytes(&id));
+    assert!(
+        store.occupied_bytes(&id) <= 4 * 4096,
+        "{} bytes for three tiny files",
+        store.occupied_bytes(&id)
+    );
 }
 
 /// A large file's digest comes later: the snapshot is there before it, and whole after it.
