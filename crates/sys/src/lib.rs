@@ -12,6 +12,8 @@ pub mod files;
 pub mod guest;
 #[allow(unsafe_code, reason = "clone(2) has no safe form")]
 pub mod launch;
+#[allow(unsafe_code, reason = "namespaces, interfaces and bpf(2) have no safe form")]
+pub mod net;
 pub mod process;
 #[allow(unsafe_code, reason = "the random device's ioctls have no safe form")]
 pub mod random;
