@@ -1,7 +1,7 @@
 //! The control protocol of a monitor: what the engine asks, what the monitor answers, both ends.
 //!
 //! A frame on the Unix stream socket `DIR/monitor.sock` is its length (4 bytes, little endian), then
-//! JSON; descriptors travel beside its first byte (SCM_RIGHTS). One request, one answer, in order, per
+//! JSON; descriptors travel beside its bytes (SCM_RIGHTS), as many as one message holds beside each of the first. One request, one answer, in order, per
 //! connection; several connections may be open. The client blocks; the monitor's side ([`Peer`]) never
 //! does, as it is read from the thread that serves the devices.
 //!
@@ -33,7 +33,9 @@ pub const EXIT_FILE: &str = "exit.json";
 pub const PROTOCOL_VERSION: u32 = 1;
 pub const FRAME_BYTES_MAX: usize = 256 << 10;
 /// What one SCM_RIGHTS message can hold (SCM_MAX_FD, unix(7)).
-pub const FDS_MAX: usize = 253;
+const FDS_PER_MESSAGE: usize = 253;
+/// Beside one frame: a fork into as many children as there may be needs so many.
+pub const FDS_MAX: usize = CHILDREN_MAX * 3;
 pub const VCPUS_MAX: u8 = 32;
 pub const MEMORY_MIB_MAX: u32 = 64 << 10;
 pub const DISKS_MAX: usize = 4;

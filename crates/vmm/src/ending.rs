@@ -27,6 +27,8 @@ pub enum EndReason {
     MemoryFault { vcpu: usize, guest_address: u64 },
     /// A vCPU was told to stop and made exit after exit instead.
     EndlessExits { vcpu: usize },
+    /// A device gave up: the guest broke its queues or sent what makes no sense, or its host's side failed.
+    Device { why: String },
     /// A part of the monitor cannot go on.
     Monitor { why: String },
 }
@@ -45,6 +47,7 @@ impl EndReason {
             Self::RunFailed { .. } => "run_failed",
             Self::MemoryFault { .. } => "memory_fault",
             Self::EndlessExits { .. } => "endless_exits",
+            Self::Device { .. } => "device",
             Self::Monitor { .. } => "monitor",
         }
     }
@@ -70,6 +73,7 @@ impl fmt::Display for EndReason {
                 write!(f, "vCPU {vcpu} could not get its memory at {guest_address:#x}")
             }
             Self::EndlessExits { vcpu } => write!(f, "vCPU {vcpu} would not stop between its exits"),
+            Self::Device { why } => write!(f, "a device gave up: {why}"),
             Self::Monitor { why } => write!(f, "the monitor cannot go on: {why}"),
         }
     }

@@ -12,7 +12,7 @@ use rustix::net::{
 };
 use serde::Serialize;
 
-use super::{Answer, FDS_MAX, FRAME_BYTES_MAX, Request};
+use super::{Answer, FDS_MAX, FDS_PER_MESSAGE, FRAME_BYTES_MAX, Request};
 
 const HEAD_BYTES: usize = 4;
 
@@ -97,21 +97,24 @@ fn invalid(message: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, message)
 }
 
-/// Sends a whole frame with its descriptors beside the first byte.
+/// Sends a whole frame with its descriptors: one byte each for as many as a message holds, and the last ones beside all
+/// the other bytes.
 pub(super) fn send(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     if fds.len() > FDS_MAX {
         return Err(invalid(format!("{} descriptors are more than {FDS_MAX}", fds.len())));
     }
-    let mut sent = 0;
+    let (mut sent, mut rest) = (0, fds);
     while sent < bytes.len() {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_PER_MESSAGE))];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        if sent == 0 && !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        let (now, later) = rest.split_at(rest.len().min(FDS_PER_MESSAGE));
+        if !now.is_empty() && !control.push(SendAncillaryMessage::ScmRights(now)) {
             return Err(invalid("the descriptors do not fit one message".into()));
         }
-        let part = [IoSlice::new(&bytes[sent..])];
+        let end = if later.is_empty() { bytes.len() } else { sent + 1 };
+        let part = [IoSlice::new(&bytes[sent..end])];
         match rustix::net::sendmsg(stream, &part, &mut control, SendFlags::NOSIGNAL) {
-            Ok(n) => sent += n,
+            Ok(n) => (sent, rest) = (sent + n, later),
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
@@ -168,7 +171,7 @@ fn frame_bytes(head: [u8; HEAD_BYTES]) -> io::Result<usize> {
 }
 
 fn recv(stream: &UnixStream, buffer: &mut [u8], fds: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_PER_MESSAGE))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut parts = [IoSliceMut::new(buffer)];
     let received = loop {

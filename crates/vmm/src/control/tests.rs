@@ -53,13 +53,14 @@ fn descriptors_stay_with_their_frame() {
     let (client, mut peer) = pair();
     let pipe = dormouse_sys::fds::Pipe::new().unwrap();
     let child = |dir: &str| ForkChild { dir: dir.into() };
-    let many: Vec<_> = (0..126).map(|_| pipe.read.as_fd()).collect();
-    let fork = Request::Fork { children: (0..63).map(|i| child(&format!("/c{i}"))).collect() };
+    // More than one message holds.
+    let many: Vec<_> = (0..300).map(|_| pipe.read.as_fd()).collect();
+    let fork = Request::Fork { children: (0..100).map(|i| child(&format!("/c{i}"))).collect() };
     send(&client, &encode(&Request::Pause {}).unwrap(), &[]).unwrap();
     send(&client, &encode(&fork).unwrap(), &many).unwrap();
     send(&client, &encode(&Request::Resume {}).unwrap(), &[]).unwrap();
     assert!(matches!(peer.read(2), Event::Request(Request::Pause {}, fds) if fds.is_empty()));
-    assert!(matches!(peer.read(2), Event::Request(Request::Fork { .. }, fds) if fds.len() == 126));
+    assert!(matches!(peer.read(3), Event::Request(Request::Fork { .. }, fds) if fds.len() == 300));
     assert!(matches!(peer.read(2), Event::Request(Request::Resume {}, fds) if fds.is_empty()));
     drop(client);
     assert!(matches!(peer.read(2), Event::End));

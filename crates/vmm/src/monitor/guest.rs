@@ -22,7 +22,7 @@ use crate::arch::x86_64::power::{self, PowerRegisters};
 use crate::arch::x86_64::{layout, state};
 use crate::bus::{Bus, BusError};
 use crate::control::{Kernel, Machine};
-use crate::ending::Ending;
+use crate::ending::{EndReason, Ending};
 use crate::error::{BootError, MemoryError, StateError, VcpuError, VmError};
 use crate::layers::LayerError;
 use crate::layers::memory::Base;
@@ -59,6 +59,8 @@ pub enum GuestError {
     Open { path: PathBuf, source: io::Error },
     #[error("the host has no descriptor left")]
     Descriptor(#[source] io::Error),
+    #[error("the guest has come to its end: {0}")]
+    Ended(EndReason),
     #[error("there is no CPU baseline {0}")]
     CpuTemplate(String),
     #[error("the snapshot has {saved} {what}, the machine {given}")]
@@ -224,6 +226,10 @@ impl Guest {
         let msrs = &self.msrs;
         // The devices first: their last words to the guest are interrupts that the controllers then hold.
         let virtio: Vec<VirtioState> = self.endpoints.iter().map(Endpoint::save).collect();
+        // A copy of what has ended would end as soon as it began.
+        if let Some(reason) = self.ending.reason() {
+            return Err(GuestError::Ended(reason.clone()));
+        }
         let vcpus =
             self.vcpus.with_parked(|id, fd| state::capture_vcpu(fd, id, msrs).map_err(GuestError::State))?;
         let vm = state::capture_vm(self.vm.fd()).map_err(GuestError::State)?;
@@ -372,10 +378,11 @@ fn wire(
     saved: Option<&MachineState>,
 ) -> Result<Wired, GuestError> {
     let (mut mmio, mut ports) = (Bus::new(), Bus::new());
+    let ending = Arc::new(Ending::new().map_err(GuestError::Descriptor)?);
     for (slot, endpoint) in endpoints.iter().enumerate() {
         connect(&vm, &mut mmio, slot, endpoint)?;
+        endpoint.end_with(&ending);
     }
-    let ending = Arc::new(Ending::new().map_err(GuestError::Descriptor)?);
     let line = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(GuestError::Descriptor)?;
     vm.connect_interrupt(&line, layout::COM1_IRQ).map_err(GuestError::Vm)?;
     let serial = serial_port(dir, line, saved.map(|saved| &saved.serial))?;

@@ -347,6 +347,7 @@ fn ended(reason: &EndReason) -> Exit {
         | EndReason::KvmInternal { .. }
         | EndReason::UnknownExit { .. }
         | EndReason::EndlessExits { .. } => ExitReason::GuestFault,
+        EndReason::Device { .. } => ExitReason::DeviceFailed,
         EndReason::RunFailed { .. } | EndReason::MemoryFault { .. } | EndReason::Monitor { .. } => {
             ExitReason::HostFailed
         }

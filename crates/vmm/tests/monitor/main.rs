@@ -27,6 +27,8 @@ const TESTS: &[Test] = &[
         "a_fork_of_many_stops_its_source_once_or_fails_whole",
         a_fork_of_many_stops_its_source_once_or_fails_whole,
     ),
+    ("a_hundred_children_go_on_from_one_instant", a_hundred_children_go_on_from_one_instant),
+    ("a_device_that_gave_up_ends_the_monitor", a_device_that_gave_up_ends_the_monitor),
     ("a_checkpoint_is_restored_where_it_was", a_checkpoint_is_restored_where_it_was),
     ("incremental_checkpoints_write_what_changed", incremental_checkpoints_write_what_changed),
     ("checkpoint_after_checkpoint_writes_what_changed", checkpoint_after_checkpoint_writes_what_changed),
@@ -219,6 +221,63 @@ fn a_fork_of_many_stops_its_source_once_or_fails_whole() {
     }
     wait_for("the others to end", || (processes(&dir) == before).then_some(()));
     grow(&dir);
+}
+
+fn a_hundred_children_go_on_from_one_instant() {
+    let mut rig = Rig::new();
+    let (dir, mut client) = counting(&mut rig, 16, 4);
+    let before = serial(&dir).len();
+    let (children, forked) = rig.fork(&mut client, 100);
+    assert_eq!(forked.pids.len(), 100);
+    let first = |dir: &Path| {
+        let mut child = connect(dir);
+        child.resume().unwrap();
+        grow(dir);
+        child.stop().unwrap();
+        serial(dir)
+    };
+    let instants: Vec<u64> = children
+        .iter()
+        .map(|child| {
+            let text = first(child);
+            // How much of a number was written already is the same for all, too.
+            let begun = 9 - (text.find('\n').unwrap() + 1) as u64;
+            numbers(text.split_once('\n').unwrap().1)[0] * 9 - begun
+        })
+        .collect();
+    assert!(instants.iter().all(|instant| *instant == instants[0]), "{instants:?}");
+    assert!(serial(&dir).len() > before);
+    grow(&dir);
+    assert_continues(&serial(&dir), "");
+}
+
+/// A snapshot of a guest that broke a device of its own, as none is made any more.
+fn a_device_that_gave_up_ends_the_monitor() {
+    use dormouse_snapshot::devices::virtio::VirtioState;
+    use dormouse_snapshot::devices::{Envelope, SectionKind};
+    let mut rig = Rig::new();
+    let (_, mut client) = counting(&mut rig, 16, 0);
+    let from = rig.folder();
+    client.checkpoint(from.clone(), false).unwrap();
+    let path = from.join("devices");
+    let good = Envelope::decode(&std::fs::read(&path).unwrap()).unwrap();
+    let mut bad = Envelope::new();
+    for (kind, count) in [(SectionKind::Inventory, 1), (SectionKind::Platform, 1), (SectionKind::Virtio, 3)] {
+        for index in 0..count {
+            let mut bytes = good.get(kind, index).unwrap().to_vec();
+            if kind == SectionKind::Virtio && index == 1 {
+                let mut state = VirtioState::decode(&bytes).unwrap();
+                state.needs_reset = true;
+                bytes = state.encode().unwrap();
+            }
+            bad.put(kind, index, bytes);
+        }
+    }
+    std::fs::write(&path, bad.encode().unwrap()).unwrap();
+    let (dir, _client) = rig.restore(&machine(16), &from);
+    let exit = exit_of(&dir);
+    assert_eq!(exit.reason, ExitReason::DeviceFailed);
+    assert_eq!(exit.message, "a device gave up: rng: it had given up before");
 }
 
 fn a_checkpoint_is_restored_where_it_was() {

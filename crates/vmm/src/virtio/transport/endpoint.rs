@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use dormouse_snapshot::devices::virtio::{DeviceKind, QueueState, VirtioState};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -11,6 +11,7 @@ use super::registers::Registers;
 use super::status::{DRIVER_OK, FEATURES_OK};
 use super::{Cell, MmioTransport, RestoreError, Shared, VERSION_1, lock};
 use crate::bus::SharedDevice;
+use crate::ending::Ending;
 use crate::memory::GuestMemory;
 use crate::virtio::device::{DeviceError, Progress, Rings, VirtioDevice};
 use crate::virtio::interrupt::Interrupt;
@@ -46,8 +47,9 @@ impl Endpoint {
             .collect::<std::io::Result<_>>()?;
         let backend_fd = device.backend_fd().map(|fd| fd.try_clone_to_owned()).transpose()?;
         let cell = Mutex::new(Cell { device, rings: None, failure: None, failed_before: false });
-        let shared =
-            Shared { registers: Mutex::new(registers), cell, interrupt, queue_fds, backend_fd, memory };
+        let registers = Mutex::new(registers);
+        let ending = OnceLock::new();
+        let shared = Shared { registers, cell, interrupt, queue_fds, backend_fd, memory, ending };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -96,6 +98,14 @@ impl Endpoint {
             (0..self.shared.queue_fds.len()).for_each(|index| self.shared.notify(index));
         }
         self.shared.interrupt.retrigger();
+    }
+
+    /// A device that gives up ends the VM from now on, at once if it has done so. Without this, it waits for its guest
+    /// to reset it. Only the first call counts.
+    pub fn end_with(&self, ending: &Arc<Ending>) {
+        let cell = lock(&self.shared.cell);
+        let _ = self.shared.ending.set(Arc::clone(ending));
+        self.shared.tell(&cell);
     }
 
     /// The registers, for the MMIO bus.

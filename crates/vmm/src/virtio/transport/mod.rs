@@ -7,7 +7,7 @@ mod status;
 mod tests;
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use dormouse_snapshot::devices::virtio::VirtioStateError;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
@@ -21,6 +21,7 @@ use super::device::{DeviceError, Rings, VirtioDevice};
 use super::interrupt::Interrupt;
 use super::queue::{QueueError, VirtQueue};
 use crate::bus::BusDevice;
+use crate::ending::{EndReason, Ending};
 use crate::memory::GuestMemory;
 
 /// Where an ioeventfd of a queue is to listen, from the device's base; it matches on the queue's index, 32 bits.
@@ -54,6 +55,8 @@ struct Shared {
     /// The device's own, once more: it can be watched without a lock.
     backend_fd: Option<OwnedFd>,
     memory: GuestMemory,
+    /// Where it is told that the device gave up. Not there: nobody wants to know.
+    ending: OnceLock<Arc<Ending>>,
 }
 
 /// The device, and what it works on while the driver is ready.
@@ -109,7 +112,15 @@ impl Shared {
             tracing::warn!(device = kind, %error, "a device gave up until its guest resets it");
         }
         cell.failure = Some(format!("{kind}: {error}"));
+        self.tell(cell);
         self.interrupt.fail();
+    }
+
+    /// Ends the VM if the device gave up.
+    fn tell(&self, cell: &Cell) {
+        if let (Some(ending), Some(why)) = (self.ending.get(), &cell.failure) {
+            ending.set(EndReason::Device { why: why.clone() });
+        }
     }
 
     fn reset(&self, registers: &mut Registers) {

@@ -322,6 +322,23 @@ fn every_step_of_the_initialisation_can_be_saved() {
 }
 
 #[test]
+fn a_device_that_gives_up_ends_the_machine_it_is_part_of() {
+    let (mut driver, ending) = (booted(u64::MAX), Arc::new(Ending::new().unwrap()));
+    driver.endpoint.end_with(&ending);
+    assert_eq!(echo(&mut driver, 0, &[1, 2]), [2, 1]);
+    assert_eq!(ending.reason(), None);
+    driver.set_avail_index(0, 300);
+    driver.kick(0);
+    let Some(EndReason::Device { why }) = ending.reason() else { panic!("{:?}", ending.reason()) };
+    assert!(why.starts_with("rng: the guest broke queue 0"), "{why}");
+    // One that had given up before it got into this machine.
+    let late = Arc::new(Ending::new().unwrap());
+    let copy = Endpoint::restore(&driver.endpoint.save(), Box::new(Echo::default()), driver.memory.clone());
+    copy.unwrap().end_with(&late);
+    assert!(matches!(late.reason(), Some(EndReason::Device { .. })), "{:?}", late.reason());
+}
+
+#[test]
 fn a_device_that_gave_up_stays_so_until_it_is_reset() {
     let mut driver = booted(u64::MAX);
     driver.set_avail_index(0, 17);
