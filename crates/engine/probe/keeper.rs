@@ -161,6 +161,7 @@ fn answer(request: Request, fds: Vec<OwnedFd>, shared: &Shared, sandbox: &Sandbo
             bytes_out: state.bytes_out,
             egress_denied: 0,
         }),
+        Request::Network | Request::Tap => Answer::Failed { message: "there is no network here".to_owned() },
         Request::SetEgress { .. } | Request::Shutdown => Answer::Done,
     }
 }

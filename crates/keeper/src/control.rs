@@ -1,6 +1,6 @@
 //! What the daemon asks for.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -37,7 +37,7 @@ pub(crate) async fn serve(listener: UnixListener, keeper: Arc<Keeper>) {
     }
 }
 
-async fn serve_connection(socket: UnixStream, keeper: &Keeper) {
+async fn serve_connection(socket: UnixStream, keeper: &Arc<Keeper>) {
     loop {
         let (request, fds) = match recv_frame::<Request>(&socket).await {
             Ok(Some(received)) => received,
@@ -50,8 +50,10 @@ async fn serve_connection(socket: UnixStream, keeper: &Keeper) {
             }
         };
         let ends = request == Request::Shutdown;
+        let tap = if request == Request::Tap { keeper.network.tap() } else { None };
         let answer = handle(keeper, request, fds);
-        if let Err(error) = send_frame(&socket, &answer, &[]).await {
+        let beside: Vec<BorrowedFd<'_>> = tap.iter().map(AsFd::as_fd).collect();
+        if let Err(error) = send_frame(&socket, &answer, &beside).await {
             tracing::warn!(%error, "the daemon did not take its answer");
         }
         if ends {
@@ -61,7 +63,7 @@ async fn serve_connection(socket: UnixStream, keeper: &Keeper) {
     }
 }
 
-fn handle(keeper: &Keeper, request: Request, fds: Vec<OwnedFd>) -> Answer {
+fn handle(keeper: &Arc<Keeper>, request: Request, fds: Vec<OwnedFd>) -> Answer {
     let done = match request {
         Request::Hello => {
             let pid = std::process::id();
@@ -89,6 +91,14 @@ fn handle(keeper: &Keeper, request: Request, fds: Vec<OwnedFd>) -> Answer {
             }
             Err(error) => Err(chain(&error)),
         },
+        Request::Network => {
+            let served = keeper.network.serve(fds, keeper);
+            tracing::info!(ok = served.is_ok(), "network");
+            served
+        }
+        // It goes beside the answer.
+        Request::Tap if keeper.network.is_served() => Ok(()),
+        Request::Tap => Err("no network is served here".to_owned()),
         Request::Shutdown => Ok(()),
     };
     match done {

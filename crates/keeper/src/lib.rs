@@ -3,7 +3,8 @@
 //! ```text
 //! daemon ── control.sock ──> control ─┐
 //! client ── agent.sock ────> ingress ─┼─ Host (carrier) ══ pipes ══ agent
-//! internet <── policy, TCP ─ egress ──┘
+//! internet <── policy, TCP ─ egress ──┤
+//!                                     └─ network ══ tap ══ microVM
 //! ```
 //!
 //! A process of its own: it outlives the daemon and holds what must not break when that dies. It ends
@@ -18,6 +19,7 @@ mod egress;
 mod ingress;
 mod log;
 mod meter;
+mod network;
 mod peer;
 
 use std::fs::{File, OpenOptions};
@@ -32,15 +34,18 @@ use dormouse_wire::carrier::Host;
 use dormouse_wire::keeper::{AGENT_SOCKET, CONTROL_SOCKET, EgressRules, LOG_FILE};
 use dormouse_wire::local;
 use rustix::fs::FlockOperation;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Notify, watch};
 
 use meter::Meter;
+use network::Network;
 
 const LOCK_FILE: &str = "keeper.lock";
 /// Name look-ups at a time; each may hang for the system resolver's whole patience.
 const LOOKUP_THREADS_MAX: usize = 8;
+const OPEN_FILES_MAX: u64 = 8192;
 const THREAD_STACK_BYTES: usize = 256 << 10;
 
 /// Whose keeper it is, and where.
@@ -70,6 +75,7 @@ struct Keeper {
     host: Host,
     policy: watch::Sender<Arc<EgressPolicy>>,
     meter: Meter,
+    network: Network,
     shutdown: Notify,
 }
 
@@ -79,6 +85,7 @@ pub fn run(args: KeeperArgs) -> Result<(), KeeperError> {
     std::fs::set_permissions(&args.dir, std::fs::Permissions::from_mode(0o700)).map_err(dir_error)?;
     let _lock = lock(&args.dir)?;
     log::start(&args.dir.join(LOG_FILE)).map_err(dir_error)?;
+    raise_open_files();
     // Fails when it leads a session already: then that is what was wanted.
     let _ = rustix::process::setsid();
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -91,6 +98,15 @@ pub fn run(args: KeeperArgs) -> Result<(), KeeperError> {
     // A look-up that hangs must not hold the process.
     runtime.shutdown_background();
     served
+}
+
+/// Each connection takes two descriptors. Where it cannot be raised, connections fail when all are taken.
+fn raise_open_files() {
+    let hard = getrlimit(Resource::Nofile).maximum;
+    let limit = Rlimit { current: Some(hard.unwrap_or(OPEN_FILES_MAX).min(OPEN_FILES_MAX)), maximum: hard };
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::warn!(%error, "the number of open files cannot be raised");
+    }
 }
 
 fn lock(dir: &Path) -> Result<File, KeeperError> {
@@ -116,6 +132,7 @@ async fn serve(args: &KeeperArgs) -> Result<(), KeeperError> {
         host: Host::new(),
         policy: watch::Sender::new(Arc::new(policy)),
         meter: Meter::default(),
+        network: Network::default(),
         shutdown: Notify::new(),
     });
     // The agent's socket first: who finds the control socket may use both.
@@ -130,6 +147,7 @@ async fn serve(args: &KeeperArgs) -> Result<(), KeeperError> {
     keeper.shutdown.notified().await;
     tracing::info!(sandbox = %keeper.sandbox, "the keeper ends: it was asked to");
     keeper.host.close();
+    keeper.network.close();
     for name in [AGENT_SOCKET, CONTROL_SOCKET] {
         // Whoever comes next replaces them anyway.
         let _ = std::fs::remove_file(args.dir.join(name));

@@ -128,6 +128,11 @@ impl EgressPolicy {
         self.internet || !self.allow_networks.is_empty() || self.names(name)
     }
 
+    /// Whole names that are allowed, at most `max`: whoever sees only an address can ask what theirs are.
+    pub fn whole_names(&self, max: usize) -> impl Iterator<Item = &str> {
+        self.allow_domains.iter().filter(|domain| !domain.below).map(|domain| domain.name.as_str()).take(max)
+    }
+
     fn names(&self, name: &str) -> bool {
         let name = name.trim_end_matches('.').to_ascii_lowercase();
         self.allow_domains.iter().any(|domain| domain.matches(&name))

@@ -12,7 +12,7 @@ pub const CONTROL_SOCKET: &str = "control.sock";
 pub const AGENT_SOCKET: &str = "agent.sock";
 pub const LOG_FILE: &str = "keeper.log";
 /// Version of this protocol; a daemon that finds an older keeper replaces it.
-pub const KEEPER_VERSION: u32 = 1;
+pub const KEEPER_VERSION: u32 = 2;
 
 /// Whether the carrier goes on with its session or starts a new one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,6 +43,12 @@ pub enum Request {
     SetEgress {
         rules: EgressRules,
     },
+    /// Serves the sandbox's network (`dormouse_sys::net`). Five descriptors: its tap, the listener of all
+    /// connections, the socket for names, the copies of datagrams, the steering. What was served before is
+    /// closed, and all its connections with it.
+    Network,
+    /// The tap of the network that is served, beside `Done`. `Failed`: none is.
+    Tap,
     Status,
     /// Closes everything and ends the keeper.
     Shutdown,

@@ -37,6 +37,8 @@ fn name(request: &Request) -> &'static str {
         Request::Detach => "detach",
         Request::Reattach => "reattach",
         Request::SetEgress { .. } => "set_egress",
+        Request::Network => "network",
+        Request::Tap => "tap",
         Request::Status => "status",
         Request::Shutdown => "shutdown",
     }

@@ -8,9 +8,8 @@ use std::time::Duration;
 
 use dormouse_policy::Decision;
 use dormouse_types::random_hex;
-use dormouse_wire::carrier::Stream;
 use dormouse_wire::dns::{MESSAGE_BYTES_MAX, Query, Rcode, TYPE_A, TYPE_AAAA, is_truncated, message_id};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::time::timeout;
 
@@ -26,7 +25,10 @@ const RESOLV_CONF: &str = "/etc/resolv.conf";
 const SERVERS_MAX: usize = 3;
 
 /// Answers the questions of one stream, in order.
-pub(super) async fn serve(stream: &mut Stream, keeper: &Keeper) -> io::Result<()> {
+pub(crate) async fn serve(
+    stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
+    keeper: &Keeper,
+) -> io::Result<()> {
     for _ in 0..QUESTIONS_MAX {
         let len = match stream.read_u16().await {
             Ok(len) => usize::from(len),
@@ -50,7 +52,8 @@ pub(super) async fn serve(stream: &mut Stream, keeper: &Keeper) -> io::Result<()
     stream.shutdown().await
 }
 
-async fn answer(keeper: &Keeper, query: &Query, question: &[u8]) -> Vec<u8> {
+/// The answer to one question, which is `query`.
+pub(crate) async fn answer(keeper: &Keeper, query: &Query, question: &[u8]) -> Vec<u8> {
     let policy = keeper.policy.borrow().clone();
     if query.name.is_empty() || !policy.may_resolve(&query.name) {
         return deny(keeper, query, "this sandbox has no internet access and no rule allows the name");
@@ -69,14 +72,17 @@ async fn answer(keeper: &Keeper, query: &Query, question: &[u8]) -> Vec<u8> {
     let mut denied = None;
     let mut allowed = Vec::new();
     for ip in found {
-        match decide(&policy, &query.name, ip, 0) {
+        match decide(&policy, std::slice::from_ref(&query.name), ip, 0) {
             Decision::Allow => allowed.push(ip),
             Decision::Deny(why) => denied = Some(why),
         }
     }
     match denied {
         Some(why) if allowed.is_empty() => deny(keeper, query, &why.to_string()),
-        _ => query.answer(Rcode::NoError, &allowed),
+        _ => {
+            keeper.network.learn(&query.name, &allowed);
+            query.answer(Rcode::NoError, &allowed)
+        }
     }
 }
 

@@ -3,8 +3,8 @@
 //! A name is resolved once, here; the policy decides on each address; the connection goes to exactly
 //! the address that was allowed. When the rules change, connections that they no longer allow end.
 
-mod dns;
-mod resolve;
+pub(crate) mod dns;
+pub(crate) mod resolve;
 
 use std::io;
 use std::net::IpAddr;
@@ -71,9 +71,10 @@ async fn serve_tcp(mut stream: Stream, keeper: &Keeper, host: &str, port: u16) -
     // Best effort: without it small writes wait for acknowledgements.
     let _ = socket.set_nodelay(true);
     write_line(&mut stream, &Reply::Ok).await?;
+    let names = names(host);
     let joined = tokio::select! {
         joined = relay(&stream, &mut socket, |direction: Direction, n| keeper.meter.moved(direction, n), |_| false) => joined,
-        () = denied(keeper, host, ip, port) => Err(io::ErrorKind::PermissionDenied.into()),
+        () = denied(keeper, &names, ip, port) => Err(io::ErrorKind::PermissionDenied.into()),
     };
     if joined.is_err() {
         // What ends by an error inside ends by a reset outside.
@@ -82,13 +83,18 @@ async fn serve_tcp(mut stream: Stream, keeper: &Keeper, host: &str, port: u16) -
     joined
 }
 
+/// The host as a name, if it is one.
+fn names(host: &str) -> Vec<String> {
+    if host.parse::<IpAddr>().is_ok() { Vec::new() } else { vec![host.to_owned()] }
+}
+
 /// Ends when the rules have changed so that the connection is no longer allowed.
-async fn denied(keeper: &Keeper, host: &str, ip: IpAddr, port: u16) {
+pub(crate) async fn denied(keeper: &Keeper, names: &[String], ip: IpAddr, port: u16) {
     let mut changes = keeper.policy.subscribe();
     loop {
         let policy = changes.borrow_and_update().clone();
-        if let Decision::Deny(why) = decide(&policy, host, ip, port) {
-            tracing::info!(host, %ip, port, %why, "the rules changed: an open connection ends");
+        if let Decision::Deny(why) = decide(&policy, names, ip, port) {
+            tracing::info!(?names, %ip, port, %why, "the rules changed: an open connection ends");
             keeper.meter.egress_denied.fetch_add(1, Ordering::Relaxed);
             return;
         }
@@ -98,9 +104,12 @@ async fn denied(keeper: &Keeper, host: &str, ip: IpAddr, port: u16) {
     }
 }
 
-fn decide(policy: &EgressPolicy, host: &str, ip: IpAddr, port: u16) -> Decision {
-    let host = host.parse::<IpAddr>().is_err().then_some(host);
-    policy.decide(&Target { host, ip, port, is_host: resolve::is_hosts_own(ip) })
+/// `names`: what the address is known by; any of them may allow it.
+pub(crate) fn decide(policy: &EgressPolicy, names: &[String], ip: IpAddr, port: u16) -> Decision {
+    let is_host = resolve::is_hosts_own(ip);
+    let by = |host| policy.decide(&Target { host, ip, port, is_host });
+    let mut named = names.iter().map(|name| by(Some(name.as_str())));
+    if named.any(|decision| decision == Decision::Allow) { Decision::Allow } else { by(None) }
 }
 
 async fn connect(
@@ -121,10 +130,11 @@ async fn connect(
         }
         Err(_) => resolve::lookup(host).await.map_err(|error| (Refusal::Unreachable, error.to_string()))?,
     };
+    let names = names(host);
     let mut refusal = (Refusal::Unreachable, format!("{host} has no address"));
     let mut tried = 0;
     for ip in ips {
-        if let Decision::Deny(why) = decide(policy, host, ip, port) {
+        if let Decision::Deny(why) = decide(policy, &names, ip, port) {
             if tried == 0 {
                 refusal = (Refusal::Denied, format!("{ip} may not be reached: {why}"));
             }
@@ -134,18 +144,25 @@ async fn connect(
             break;
         }
         tried += 1;
-        match timeout(CONNECT_TIME_MAX, TcpStream::connect((ip, port))).await {
-            Ok(Ok(socket)) => return Ok((socket, ip)),
-            Ok(Err(error)) => {
+        match dial(ip, port).await {
+            Ok(socket) => return Ok((socket, ip)),
+            Err(error) => {
                 let closed = error.kind() == io::ErrorKind::ConnectionRefused;
                 let why = if closed { Refusal::Closed } else { Refusal::Unreachable };
                 refusal = (why, format!("{ip} port {port}: {error}"));
             }
-            Err(_) => {
-                let seconds = CONNECT_TIME_MAX.as_secs();
-                refusal = (Refusal::Unreachable, format!("{ip} port {port}: no answer within {seconds} s"));
-            }
         }
     }
     if refusal.0 == Refusal::Denied { Err(deny(refusal.1)) } else { Err(refusal) }
+}
+
+/// Exactly this address, which was decided on.
+pub(crate) async fn dial(ip: IpAddr, port: u16) -> io::Result<TcpStream> {
+    match timeout(CONNECT_TIME_MAX, TcpStream::connect((ip, port))).await {
+        Ok(connected) => connected,
+        Err(_) => {
+            let why = format!("no answer within {} s", CONNECT_TIME_MAX.as_secs());
+            Err(io::Error::new(io::ErrorKind::TimedOut, why))
+        }
+    }
 }

@@ -181,6 +181,13 @@ pub fn guest_tap(name: &str) -> io::Result<OwnedFd> {
     Ok(tap)
 }
 
+/// In the calling thread's namespace, for tests: whoever listens on a port answers for all the world's addresses, and
+/// none of them counts as the host's own.
+pub fn pretend_world() -> io::Result<()> {
+    Interface::open(LOOPBACK)?.up()?;
+    route::all_is_local_from(Ipv4Addr::LOCALHOST)
+}
+
 /// Gives the index.
 fn set_up_tap() -> io::Result<u32> {
     let tap = Interface::open(TAP)?;

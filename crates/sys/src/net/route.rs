@@ -21,27 +21,42 @@ const TYPE_LOCAL: u8 = 2;
 const FAMILY_INET: u8 = 2;
 const ATTRIBUTE_DESTINATION: u16 = 1;
 const ATTRIBUTE_INTERFACE: u16 = 4;
+const ATTRIBUTE_SOURCE: u16 = 7;
 const LOOPBACK_INDEX: u32 = 1;
 const HEADER_BYTES: usize = 16;
 
 /// Whatever arrives is for this namespace.
 pub fn all_is_local() -> io::Result<()> {
-    add(TYPE_LOCAL, SCOPE_HOST, None, LOOPBACK_INDEX)
+    add(TYPE_LOCAL, SCOPE_HOST, None, LOOPBACK_INDEX, None)
+}
+
+/// The same, and whoever goes out has this address.
+pub fn all_is_local_from(source: Ipv4Addr) -> io::Result<()> {
+    add(TYPE_LOCAL, SCOPE_HOST, None, LOOPBACK_INDEX, Some(source))
 }
 
 /// But for what goes to the guest.
 pub fn to_guest(guest: Ipv4Addr, interface: u32) -> io::Result<()> {
-    add(TYPE_UNICAST, SCOPE_LINK, Some(guest), interface)
+    add(TYPE_UNICAST, SCOPE_LINK, Some(guest), interface, None)
 }
 
 /// `to`: one address; `None`: all.
-fn add(kind: u8, scope: u8, to: Option<Ipv4Addr>, interface: u32) -> io::Result<()> {
+fn add(
+    kind: u8,
+    scope: u8,
+    to: Option<Ipv4Addr>,
+    interface: u32,
+    source: Option<Ipv4Addr>,
+) -> io::Result<()> {
     let prefix = if to.is_some() { 32 } else { 0 };
     let mut body = vec![FAMILY_INET, prefix, 0, 0, TABLE_LOCAL, PROTOCOL_STATIC, scope, kind, 0, 0, 0, 0];
     if let Some(to) = to {
         attribute(&mut body, ATTRIBUTE_DESTINATION, to.octets());
     }
     attribute(&mut body, ATTRIBUTE_INTERFACE, interface.to_ne_bytes());
+    if let Some(source) = source {
+        attribute(&mut body, ATTRIBUTE_SOURCE, source.octets());
+    }
     let length = u32::try_from(HEADER_BYTES + body.len()).map_err(io::Error::other)?;
     let mut message = length.to_ne_bytes().to_vec();
     message.extend(NEW_ROUTE.to_ne_bytes());
