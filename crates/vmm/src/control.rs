@@ -308,7 +308,9 @@ pub struct Exit {
 pub enum ExitReason {
     /// Asked to by [`Request::Stop`].
     Stopped,
-    /// The guest rebooted or shut down: a panic with `panic=-1` does this, too.
+    /// The guest shut down.
+    GuestPowerOff,
+    /// The guest rebooted: a panic with `panic=-1` does this, too.
     GuestReset,
     /// The guest did what no guest may: triple fault, an exit that cannot be served.
     GuestFault,

@@ -13,7 +13,7 @@ pub enum EndReason {
     PowerOff,
     /// The guest reset itself (keyboard controller or reset port).
     Reset,
-    /// A fault in the handling of a fault in the handling of a fault: a crash, or a reboot that asked for it.
+    /// A fault in the handling of a fault in the handling of a fault: a crash.
     TripleFault { vcpu: usize },
     /// The processor refused to enter the guest.
     EntryFailed { vcpu: usize, reason: u64 },

@@ -34,8 +34,9 @@ use crate::vm::Vm;
 
 /// The guest's console, in the monitor's folder.
 const SERIAL_LOG: &str = "serial.log";
-/// A panic is a reboot, a reboot ends the monitor; the processor's random numbers may seed the guest's.
-const CMDLINE: &str = "console=ttyS0 quiet panic=-1 reboot=t random.trust_cpu=on";
+/// A panic is a reboot, a reboot ends the monitor by the keyboard controller (a triple fault would look like a crash);
+/// the processor's random numbers may seed the guest's.
+const CMDLINE: &str = "console=ttyS0 quiet panic=-1 reboot=k random.trust_cpu=on";
 
 #[derive(Debug, thiserror::Error)]
 pub enum GuestError {

@@ -341,7 +341,8 @@ fn exit(reason: ExitReason, message: &str) -> Exit {
 
 fn ended(reason: &EndReason) -> Exit {
     let kind = match reason {
-        EndReason::PowerOff | EndReason::Reset => ExitReason::GuestReset,
+        EndReason::PowerOff => ExitReason::GuestPowerOff,
+        EndReason::Reset => ExitReason::GuestReset,
         EndReason::TripleFault { .. }
         | EndReason::EntryFailed { .. }
         | EndReason::KvmInternal { .. }

@@ -407,6 +407,10 @@ fn a_guest_that_resets_ends_the_monitor() {
     let (dir, _client) = rig.boot(&machine(16), &kernel);
     let exit = exit_of(&dir);
     assert_eq!(exit.reason, ExitReason::GuestReset, "{}", exit.message);
+    // mov dx,0x604; mov ax,0x3400; out dx,ax; 1: jmp 1b
+    let kernel = rig.probe(&[0xba, 0x04, 0x06, 0xb8, 0x00, 0x34, 0xef, 0xeb, 0xfe], 0);
+    let (dir, _client) = rig.boot(&machine(16), &kernel);
+    assert_eq!(exit_of(&dir).reason, ExitReason::GuestPowerOff);
 }
 
 fn what_makes_no_sense_is_refused() {
