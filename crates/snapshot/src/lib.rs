@@ -9,4 +9,6 @@ mod header;
 mod manifest;
 
 pub use header::{ARCH_X86_64, FORMAT_VERSION, HEADER_BYTES, Header, HeaderError, MAGIC};
-pub use manifest::{BODY_BYTES_MAX, Compat, Digest, FileEntry, FileRole, Manifest, ManifestError, Reason};
+pub use manifest::{
+    BODY_BYTES_MAX, Compat, Digest, FileDigest, FileEntry, FileRole, Manifest, ManifestError, Reason,
+};

@@ -15,6 +15,15 @@ const LABELS_MAX: usize = 256;
 /// BLAKE3, 32 bytes.
 pub type Digest = [u8; 32];
 
+/// What a file is checked by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FileDigest {
+    /// BLAKE3 of all its bytes.
+    Whole(Digest),
+    /// Of a sparse file's data and where it lies: `docs/formats/layer.md`.
+    Sparse(Digest),
+}
+
 /// Why a snapshot was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reason {
@@ -47,7 +56,7 @@ pub struct FileEntry {
     pub bytes: u64,
     /// `None`: not known yet. A large file is hashed after its snapshot was published, so that nobody
     /// waits for it; until then only its length can be checked.
-    pub digest: Option<Digest>,
+    pub digest: Option<FileDigest>,
 }
 
 /// What a host must offer to restore the snapshot.
@@ -161,6 +170,8 @@ struct RawFile {
     bytes: u64,
     #[cbor(n(3), with = "minicbor::bytes")]
     digest: Option<[u8; 32]>,
+    #[cbor(n(4), with = "minicbor::bytes")]
+    sparse_digest: Option<[u8; 32]>,
 }
 
 #[derive(Encode, Decode)]
@@ -228,7 +239,14 @@ impl From<&Manifest> for RawManifest {
             name: file.name.clone(),
             role: file.role.code(),
             bytes: file.bytes,
-            digest: file.digest,
+            digest: match file.digest {
+                Some(FileDigest::Whole(digest)) => Some(digest),
+                _ => None,
+            },
+            sparse_digest: match file.digest {
+                Some(FileDigest::Sparse(digest)) => Some(digest),
+                _ => None,
+            },
         };
         Self {
             id: from.id.to_string(),
@@ -321,7 +339,15 @@ impl RawFile {
             field: "files.role",
             why: format!("number {}", self.role),
         })?;
-        Ok(FileEntry { name: self.name, role, bytes: self.bytes, digest: self.digest })
+        let digest = match (self.digest, self.sparse_digest) {
+            (Some(_), Some(_)) => {
+                let why = format!("{} has two", self.name);
+                return Err(ManifestError::Field { field: "files.digest", why });
+            }
+            (Some(digest), None) => Some(FileDigest::Whole(digest)),
+            (None, sparse) => sparse.map(FileDigest::Sparse),
+        };
+        Ok(FileEntry { name: self.name, role, bytes: self.bytes, digest })
     }
 }
 

@@ -6,7 +6,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use dormouse_snapshot::{Compat, FileEntry, FileRole, HEADER_BYTES, Header, Manifest, ManifestError, Reason};
+use dormouse_snapshot::{
+    Compat, FileDigest, FileEntry, FileRole, HEADER_BYTES, Header, Manifest, ManifestError, Reason,
+};
 use dormouse_types::{EngineKind, Generation, RuntimeId, SandboxId, Shape, SnapshotId, TemplateId};
 use proptest::prelude::*;
 
@@ -39,13 +41,13 @@ fn sample() -> Manifest {
                 name: "pages.img".to_owned(),
                 role: FileRole::Memory,
                 bytes: 1 << 33,
-                digest: Some([0xA5; 32]),
+                digest: Some(FileDigest::Whole([0xA5; 32])),
             },
             FileEntry {
                 name: "checkpoint.img".to_owned(),
                 role: FileRole::Devices,
                 bytes: 0,
-                digest: Some([0; 32]),
+                digest: Some(FileDigest::Whole([0; 32])),
             },
         ],
     }
@@ -150,7 +152,11 @@ fn any_manifest() -> impl Strategy<Value = Manifest> {
                             name,
                             role: roles[role],
                             bytes,
-                            digest: (bytes % 3 != 0).then_some(digest),
+                            digest: match bytes % 3 {
+                                0 => None,
+                                1 => Some(FileDigest::Whole(digest)),
+                                _ => Some(FileDigest::Sparse(digest)),
+                            },
                         })
                         .collect(),
                     ..sample()

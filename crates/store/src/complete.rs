@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use crate::error::{CompleteError, LoadError};
 use crate::verify::Cancel;
-use crate::{MANIFEST, MANIFEST_TMP, Store, digest, draft, fs};
+use crate::{MANIFEST, MANIFEST_TMP, Store, draft, extents, fs};
 
 pub fn complete(store: &Store, id: &SnapshotId, cancel: &Cancel) -> Result<Option<Manifest>, CompleteError> {
     let mut manifest = match store.load(id) {
@@ -25,9 +25,11 @@ pub fn complete(store: &Store, id: &SnapshotId, cancel: &Cancel) -> Result<Optio
     let failed = |action, source: io::Error| CompleteError::Io { id: id.clone(), action, source };
     let gone = |error: &io::Error| error.kind() == io::ErrorKind::NotFound && !dir.join(MANIFEST).exists();
     let mut found = false;
+    let engine = manifest.engine;
     for entry in manifest.files.iter_mut().filter(|entry| entry.digest.is_none()) {
-        let hashed =
-            File::open(dir.join(&entry.name)).and_then(|file| digest::digest_file(&file, cancel.flag()));
+        let role = entry.role;
+        let hashed = File::open(dir.join(&entry.name))
+            .and_then(|file| extents::digest_by_role(&file, engine, role, cancel.flag()));
         let (digest, bytes) = match hashed {
             Err(error) if gone(&error) => return Ok(None),
             other => other.map_err(|source| failed("hash", source))?,

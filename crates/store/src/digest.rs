@@ -31,9 +31,7 @@ pub fn digest_file(file: &File, cancel: &AtomicBool) -> io::Result<(Digest, u64)
         file.read_exact_at(&mut buffer, 0)?;
         return Ok((*blake3::hash(&buffer).as_bytes(), bytes));
     }
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    // The other half is for whoever restores the same snapshot meanwhile.
-    let threads = cores.div_ceil(2).min(DIGEST_THREADS_MAX).min(blocks);
+    let threads = threads(blocks);
     let shared = Shared {
         file,
         bytes,
@@ -56,6 +54,13 @@ pub fn digest_file(file: &File, cancel: &AtomicBool) -> io::Result<(Digest, u64)
     let left = left_blocks(values.len());
     let root = merge_subtrees_root(&subtree(&values[..left]), &subtree(&values[left..]), Mode::Hash);
     Ok((*root.as_bytes(), bytes))
+}
+
+/// How many are to hash so many parts of a file.
+pub fn threads(parts: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    // The other half is for whoever restores the same snapshot meanwhile.
+    cores.div_ceil(2).min(DIGEST_THREADS_MAX).min(parts)
 }
 
 struct Shared<'a> {

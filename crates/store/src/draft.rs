@@ -11,11 +11,11 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use dormouse_snapshot::{FileEntry, FileRole, Manifest};
-use dormouse_types::SnapshotId;
+use dormouse_types::{EngineKind, SnapshotId};
 use rustix::fs::{FallocateFlags, OFlags};
 
 use crate::error::{BeginError, PublishError};
-use crate::{MANIFEST, MANIFEST_TMP, SMALL_BYTES_MAX, digest, fs};
+use crate::{MANIFEST, MANIFEST_TMP, SMALL_BYTES_MAX, extents, fs};
 
 /// Taken at the start and given to the manifest at the end: a disk that runs full in between fails the
 /// writer of the state, while the sandbox still runs, and not the publication.
@@ -95,7 +95,7 @@ impl Draft {
         if manifest.id != self.id {
             return Err(PublishError::OtherId { given: manifest.id, draft: self.id.clone() });
         }
-        manifest.files = self.seal(files)?;
+        manifest.files = self.seal(manifest.engine, files)?;
         let mut stage = |stage, action| hook(stage).map_err(|source| io_error(action, &self.dir, source));
         stage(Stage::FilesSynced, "sync the files of")?;
         let bytes =
@@ -116,21 +116,27 @@ impl Draft {
     }
 
     /// Lengths of the files and digests of the small ones, and all of them on the disk.
-    fn seal(&self, files: &[(&str, FileRole)]) -> Result<Vec<FileEntry>, PublishError> {
+    fn seal(&self, engine: EngineKind, files: &[(&str, FileRole)]) -> Result<Vec<FileEntry>, PublishError> {
         let opened = files
             .iter()
             .map(|(name, role)| Ok((*name, *role, open_plain(&self.dir, name)?)))
             .collect::<Result<Vec<_>, PublishError>>()?;
-        opened.iter().map(|(name, role, file)| self.entry(name, *role, file)).collect()
+        opened.iter().map(|(name, role, file)| self.entry(name, engine, *role, file)).collect()
     }
 
-    fn entry(&self, name: &str, role: FileRole, file: &File) -> Result<FileEntry, PublishError> {
+    fn entry(
+        &self,
+        name: &str,
+        engine: EngineKind,
+        role: FileRole,
+        file: &File,
+    ) -> Result<FileEntry, PublishError> {
         let path = self.dir.join(name);
         file.sync_all().map_err(|source| io_error("sync", &path, source))?;
         let mut bytes = file.metadata().map_err(|source| io_error("examine", &path, source))?.len();
         let mut digest = None;
         if bytes <= SMALL_BYTES_MAX {
-            let hashed = digest::digest_file(file, &AtomicBool::new(false))
+            let hashed = extents::digest_by_role(file, engine, role, &AtomicBool::new(false))
                 .map_err(|source| io_error("hash", &path, source))?;
             (digest, bytes) = (Some(hashed.0), hashed.1);
         }

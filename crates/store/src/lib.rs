@@ -17,6 +17,7 @@ mod complete;
 mod digest;
 mod draft;
 mod error;
+mod extents;
 mod fs;
 mod open;
 mod verify;
@@ -34,6 +35,7 @@ pub use error::{
     BeginError, CompleteError, ListError, LoadError, OpenError, PublishError, RemoveError, SpaceError,
     VerifyError,
 };
+pub use extents::digest_sparse;
 pub use open::Swept;
 pub use verify::Cancel;
 

@@ -6,10 +6,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use dormouse_snapshot::{FileEntry, Manifest};
+use dormouse_snapshot::{FileDigest, FileEntry, Manifest};
 
-use crate::digest;
+use crate::digest::digest_file;
 use crate::error::VerifyError;
+use crate::extents::digest_sparse;
 
 /// Ends a verification from another thread; clones are one switch.
 #[derive(Debug, Clone, Default)]
@@ -48,9 +49,12 @@ fn one(dir: &Path, manifest: &Manifest, entry: &FileEntry, cancel: &Cancel) -> R
     if bytes != entry.bytes {
         return Err(damaged(format!("it has {bytes} bytes, the manifest says {}", entry.bytes)));
     }
-    let Some(expected) = entry.digest else { return Ok(()) };
-    let (found, _) = digest::digest_file(&file, &cancel.0).map_err(read)?;
-    if found != expected {
+    let (found, expected) = match entry.digest {
+        None => return Ok(()),
+        Some(FileDigest::Whole(expected)) => (digest_file(&file, &cancel.0), expected),
+        Some(FileDigest::Sparse(expected)) => (digest_sparse(&file, &cancel.0), expected),
+    };
+    if found.map_err(read)?.0 != expected {
         return Err(damaged("its content does not match the digest in the manifest".to_owned()));
     }
     Ok(())

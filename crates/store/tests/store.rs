@@ -8,7 +8,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::Path;
 
-use dormouse_snapshot::{Compat, FileRole, Manifest, Reason};
+use dormouse_snapshot::{Compat, FileDigest, FileRole, Manifest, Reason};
 use dormouse_store::{
     BeginError, Cancel, LoadError, PublishError, RemoveError, Stage, Store, Swept, VerifyError, is_expired,
 };
@@ -65,7 +65,7 @@ fn published_loaded_listed_verified_removed() {
     let id = SnapshotId::generate();
     let published = publish(&store, manifest(&id), &[7; 100_000]);
     assert_eq!(published.bytes(), 100_005);
-    assert_eq!(published.files[0].digest, Some(*blake3::hash(&[7; 100_000]).as_bytes()));
+    assert_eq!(published.files[0].digest, Some(FileDigest::Whole(*blake3::hash(&[7; 100_000]).as_bytes())));
     assert_eq!(store.load(&id).unwrap(), published);
     assert_eq!(store.list().unwrap(), std::slice::from_ref(&published));
     assert_eq!(store.verify(&id).unwrap(), published);
@@ -103,12 +103,46 @@ fn large_files_are_hashed_after_the_publication() {
     assert!(published.files[1].digest.is_some(), "a small file's is there at once");
     assert_eq!(store.verify(&id).unwrap(), published);
     let complete = store.complete(&id, &Cancel::default()).unwrap().unwrap();
-    assert_eq!(complete.files[0].digest, Some(*blake3::hash(&pages).as_bytes()));
+    assert_eq!(complete.files[0].digest, Some(FileDigest::Whole(*blake3::hash(&pages).as_bytes())));
     assert_eq!(store.load(&id).unwrap(), complete);
     assert_eq!(store.complete(&id, &Cancel::default()).unwrap(), Some(complete));
     let names: Vec<_> =
         fs::read_dir(store.dir(&id)).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(names.len(), 1 + published.files.len(), "nothing else is left: {names:?}");
+}
+
+/// The layers of a microVM: of a large disk with little on it, the little is hashed, and every change of it is noticed.
+#[test]
+fn layers_are_hashed_by_their_data() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let id = SnapshotId::generate();
+    let mut draft = store.begin(&id).unwrap();
+    let (path, bytes) = (draft.path().join("disk0.0"), 1 << 42);
+    let disk = fs::File::create(&path).unwrap();
+    disk.set_len(bytes).unwrap();
+    disk.write_all_at(&[5; 8192], 1 << 30).unwrap();
+    let published = draft
+        .publish(Manifest { engine: EngineKind::Microvm, ..manifest(&id) }, &[("disk0.0", FileRole::Disk)])
+        .unwrap();
+    assert_eq!(published.files[0].bytes, bytes);
+    let complete = store.complete(&id, &Cancel::default()).unwrap().unwrap();
+    assert!(matches!(complete.files[0].digest, Some(FileDigest::Sparse(_))), "{complete:?}");
+    assert_eq!(store.load(&id).unwrap(), complete);
+    assert_eq!(store.verify(&id).unwrap(), complete);
+    let damaged = |offset: u64, content: &[u8]| {
+        let path = store.dir(&id).join("disk0.0");
+        let disk = fs::File::options().read(true).write(true).open(path).unwrap();
+        let mut before = vec![0; content.len()];
+        disk.read_exact_at(&mut before, offset).unwrap();
+        disk.write_all_at(content, offset).unwrap();
+        assert!(matches!(store.verify(&id), Err(VerifyError::Damaged { .. })), "at {offset:#x}");
+        disk.write_all_at(&before, offset).unwrap();
+    };
+    damaged((1 << 30) + 4097, &[4]);
+    store.verify(&id).unwrap();
+    // Zeros where there was a hole: they would hide what lies below.
+    damaged(1 << 31, &[0; 4096]);
 }
 
 #[test]
@@ -374,7 +408,7 @@ proptest! {
         prop_assert_eq!(swept, []);
         for (id, pages) in &expected {
             let manifest = store.verify(id).unwrap();
-            prop_assert_eq!(manifest.files[0].digest, Some(*blake3::hash(pages).as_bytes()));
+            prop_assert_eq!(manifest.files[0].digest, Some(FileDigest::Whole(*blake3::hash(pages).as_bytes())));
             prop_assert_eq!(&fs::read(store.dir(id).join("pages.img")).unwrap(), pages);
         }
         prop_assert_eq!(store.list().unwrap().len(), expected.len());

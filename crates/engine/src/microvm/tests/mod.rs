@@ -6,7 +6,7 @@ mod fake;
 use std::path::Path;
 use std::time::Duration;
 
-use dormouse_snapshot::{FileEntry, Reason};
+use dormouse_snapshot::{FileDigest, FileEntry, Reason};
 use dormouse_sys::process::{self, Identity};
 use dormouse_types::{Shape, SnapshotId, TemplateId};
 use dormouse_vmm::control::{ErrorCode, ExitReason, State};
@@ -133,7 +133,7 @@ impl Host {
             name: file.name.clone(),
             role: file.role,
             bytes: 0,
-            digest: Some([0; 32]),
+            digest: Some(FileDigest::Sparse([0; 32])),
         };
         let manifest = Manifest {
             id: SnapshotId::generate(),
