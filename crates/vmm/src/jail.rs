@@ -42,6 +42,8 @@ pub enum JailError {
 
 /// The filter of vCPU threads; compiled before there are any.
 static VCPU: OnceLock<Vec<BpfProgram>> = OnceLock::new();
+/// That of a disk's thread.
+static WORKER: OnceLock<Vec<BpfProgram>> = OnceLock::new();
 
 /// For the whole process, from its only thread. `within`: all that will be written lies there.
 pub fn enter(within: &Path) -> Result<(), JailError> {
@@ -57,6 +59,7 @@ pub fn enter(within: &Path) -> Result<(), JailError> {
     let vcpu = vec![compile(calls::vcpu().map_err(JailError::Compile)?)?];
     // Whoever comes second finds the same there.
     let _ = VCPU.set(vcpu);
+    let _ = WORKER.set(vec![compile(calls::worker().map_err(JailError::Compile)?)?]);
     let without_clone3 = SeccompFilter::new(
         BTreeMap::from([(libc::SYS_clone3, Vec::new())]),
         SeccompAction::Allow,
@@ -66,6 +69,11 @@ pub fn enter(within: &Path) -> Result<(), JailError> {
     );
     apply(&without_clone3.and_then(TryInto::try_into).map_err(JailError::Compile)?)?;
     apply(&compile(calls::devices().map_err(JailError::Compile)?)?)
+}
+
+/// For the calling thread, which serves a disk. Does nothing in a process that is in no jail.
+pub fn enter_worker() -> Result<(), JailError> {
+    WORKER.get().into_iter().flatten().try_for_each(apply)
 }
 
 /// For the calling thread, which runs a vCPU. Does nothing in a process that is in no jail.

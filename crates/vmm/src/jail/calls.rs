@@ -148,6 +148,12 @@ pub fn vcpu() -> Result<Rules, BackendError> {
     Ok(rules)
 }
 
+/// For the thread of a disk: its files, and waiting for the guest.
+pub fn worker() -> Result<Rules, BackendError> {
+    let disk = &[SYS_fallocate, SYS_fdatasync, SYS_fsync, SYS_poll, SYS_ppoll];
+    Ok(all(&[LIFE, DEVICES_ON_VCPU, disk]))
+}
+
 /// For every other thread and process of the monitor, and an upper bound for its vCPUs.
 pub fn devices() -> Result<Rules, BackendError> {
     let mut rules = all(&[LIFE, DEVICES_ON_VCPU, DEVICES]);

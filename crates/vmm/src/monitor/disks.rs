@@ -10,7 +10,8 @@ use crate::control;
 use crate::layers::{DiskStack, Frozen, LayerError};
 use crate::virtio::BlockBackend;
 
-/// One disk. Device and monitor both work on the device thread: the lock is never waited for.
+/// One disk. The disk's thread works with it, and the monitor only while that is parked: the lock is
+/// never waited for.
 #[derive(Clone)]
 pub struct SharedDisk(Arc<Mutex<DiskStack>>);
 

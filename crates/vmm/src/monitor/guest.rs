@@ -6,8 +6,9 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use dormouse_snapshot::devices::Inventory;
+use dormouse_snapshot::devices::virtio::{DeviceKind, VirtioState};
 use dormouse_snapshot::devices::x86::{MachineState, PowerState, SerialState};
-use dormouse_snapshot::devices::{Inventory, virtio::VirtioState};
 use kvm_bindings::CpuId;
 use kvm_ioctls::{Kvm, VcpuFd};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -29,7 +30,7 @@ use crate::layers::memory::Base;
 use crate::memory::GuestMemory;
 use crate::serial::{ConsoleLog, SerialPort};
 use crate::vcpu::{self, VcpuSet};
-use crate::virtio::{Endpoint, QUEUE_NOTIFY_OFFSET};
+use crate::virtio::{Endpoint, QUEUE_NOTIFY_OFFSET, Worker};
 use crate::vm::Vm;
 
 /// The guest's console, in the monitor's folder.
@@ -60,6 +61,8 @@ pub enum GuestError {
     Open { path: PathBuf, source: io::Error },
     #[error("the host has no descriptor left")]
     Descriptor(#[source] io::Error),
+    #[error("a disk does not come to rest")]
+    Worker(#[source] io::Error),
     #[error("the guest has come to its end: {0}")]
     Ended(EndReason),
     #[error("there is no CPU baseline {0}")]
@@ -92,6 +95,8 @@ pub struct Guest {
     /// Restored or forked, and not yet resumed: notifications under way were lost.
     stale: bool,
     vcpus: VcpuSet,
+    /// One for each disk.
+    workers: Vec<Worker>,
     vm: Vm,
     serial: Arc<Mutex<SerialPort>>,
     power: Arc<Mutex<PowerRegisters>>,
@@ -178,6 +183,7 @@ impl Guest {
             vcpu::Machine { mmio: Arc::new(mmio), ports: Arc::new(ports), ending: Arc::clone(&ending) };
         let vcpus = VcpuSet::start(fds, &shared).map_err(GuestError::Vcpu)?;
         let Contents { machine, memory, base, disks, endpoints, msrs } = contents;
+        let workers = start_workers(&endpoints, &ending)?;
         let (running, stale, last) = (false, false, Vec::new());
         Ok(Self {
             machine,
@@ -190,6 +196,7 @@ impl Guest {
             running,
             stale,
             vcpus,
+            workers,
             vm,
             serial,
             power,
@@ -197,9 +204,17 @@ impl Guest {
         })
     }
 
-    /// Stops the vCPUs where they are. Idempotent.
+    /// Stops the vCPUs where they are, and then the disks' threads when they have answered what they were at.
+    /// Idempotent. On an error all go on.
     pub fn pause(&mut self) -> Result<(), GuestError> {
-        self.vcpus.park().map_err(GuestError::Vcpu)?;
+        let parked = self.vcpus.park().map_err(GuestError::Vcpu);
+        let parked =
+            parked.and_then(|()| self.workers.iter().try_for_each(Worker::park).map_err(GuestError::Worker));
+        if parked.is_err() && self.running {
+            self.workers.iter().for_each(Worker::resume);
+            self.vcpus.resume();
+        }
+        parked?;
         self.running = false;
         Ok(())
     }
@@ -217,6 +232,7 @@ impl Guest {
             Ok::<_, VcpuError>(())
         });
         told.map_err(GuestError::Vcpu)?;
+        self.workers.iter().for_each(Worker::resume);
         self.vcpus.resume();
         self.running = true;
         Ok(())
@@ -262,12 +278,14 @@ impl Guest {
 
     /// Ends the guest.
     pub fn stop(self) -> Result<(), GuestError> {
+        self.workers.into_iter().for_each(Worker::quit);
         self.vcpus.stop().map_err(GuestError::Vcpu)
     }
 
     /// In a forked child: lets go of what belongs to the parent's VM, and keeps what goes on here.
     pub fn abandon(self) -> Kept {
         self.vcpus.abandon();
+        self.workers.into_iter().for_each(Worker::abandon);
         let (machine, memory, base, last) = (self.machine, self.memory, self.base, self.last);
         Kept { machine, memory, base, last, disks: self.disks, msrs: self.msrs }
     }
@@ -391,6 +409,23 @@ fn wire(
     let power_state = saved.map_or_else(PowerState::default, |saved| saved.power);
     let power = power::attach(&mut ports, &ending, power_state).map_err(GuestError::Bus)?;
     Ok(Wired { vm, fds, ending, serial, power, mmio, ports })
+}
+
+/// A thread for each disk, which may be slow; they are parked.
+fn start_workers(endpoints: &[Endpoint], ending: &Arc<Ending>) -> Result<Vec<Worker>, GuestError> {
+    let disks = endpoints.iter().filter(|endpoint| has_worker(endpoint)).enumerate();
+    disks
+        .map(|(number, endpoint)| {
+            Worker::start(&format!("disk{number}"), endpoint.clone(), Arc::clone(ending))
+                .map_err(GuestError::Worker)
+        })
+        .collect()
+}
+
+/// Whether a thread of its own serves the device, and not the monitor's.
+#[must_use]
+pub fn has_worker(endpoint: &Endpoint) -> bool {
+    endpoint.kind() == DeviceKind::Block
 }
 
 fn connect(vm: &Vm, mmio: &mut Bus, slot: usize, endpoint: &Endpoint) -> Result<(), GuestError> {

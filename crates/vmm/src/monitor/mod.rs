@@ -9,8 +9,9 @@
 //!   ended: by request, by the guest, by a failure ── exit.json, and the process is gone
 //! ```
 //!
-//! One thread, this one, owns everything: the control socket, the devices, the disks. It is the thread that forks;
-//! before that every vCPU is parked (`vcpu`), so that the child has a whole picture of everything and no lock is
+//! One thread, this one, owns everything: the control socket and the devices; only a disk's requests are served on a
+//! thread of its own, as they may block. It is the thread that forks; before that every vCPU (`vcpu`) and every disk's
+//! thread (`virtio::Worker`) is parked, so that the child has a whole picture of everything and no lock is
 //! held. A forked child is one of two things: a [`scribe`] that writes a snapshot and is gone, or a monitor of its
 //! own, which builds a new VM over the memory that it has from its parent.
 //!
@@ -302,7 +303,9 @@ impl Monitor {
     /// The guest and its devices from now on.
     fn adopt(&mut self, guest: Guest) -> io::Result<()> {
         self.watch.add(process::borrowed(guest.ending.event()), Token::Ending)?;
-        for (slot, endpoint) in (0_u16..).zip(&guest.endpoints) {
+        let served_here =
+            (0_u16..).zip(&guest.endpoints).filter(|(_, endpoint)| !guest::has_worker(endpoint));
+        for (slot, endpoint) in served_here {
             for (queue, event) in (0_u16..).zip(endpoint.queue_fds()) {
                 self.devices.add(process::borrowed(event), Token::Queue { slot, queue })?;
             }

@@ -7,7 +7,7 @@
 //!   ioeventfd, irqfd ──────────┘          └─ VirtioDevice + Rings (queues, guest memory, interrupt)
 //! ```
 //!
-//! Invariants: queues are processed on the device thread only; one call handles a bounded number of requests
+//! Invariants: queues are processed on the device thread only (a disk's on a thread of its own, [`Worker`]); one call handles a bounded number of requests
 //! and asks to be called again; whatever the guest got wrong ends in `DeviceError`, by which the device goes to
 //! NEEDS_RESET with a named reason; after `Endpoint::save` nothing is in flight that the state does not tell.
 //! A forked child and a restore make everything anew from that state.
@@ -24,6 +24,7 @@ mod rng;
 pub mod testing;
 mod transport;
 mod vsock;
+mod worker;
 
 pub use balloon::{Balloon, Discard, discard_pages};
 pub use blk::{Block, BlockBackend, BlockError, FileDisk};
@@ -34,3 +35,4 @@ pub use queue::{Chain, QueueError, VirtQueue};
 pub use rng::Rng;
 pub use transport::{Endpoint, MmioTransport, QUEUE_NOTIFY_OFFSET, RestoreError};
 pub use vsock::{CARRIER_PORT, GUEST_CID, HOST_CID, Vsock, VsockHost};
+pub use worker::Worker;

@@ -224,8 +224,13 @@ impl Driver {
 
     /// Notifies the device and lets the device thread's work happen.
     pub fn kick(&mut self, queue: usize) {
-        self.set(mmio::VIRTIO_MMIO_QUEUE_NOTIFY, u32::try_from(queue).unwrap());
+        self.notify(queue);
         self.run();
+    }
+
+    /// Notifies a queue that another thread serves.
+    pub fn notify(&self, queue: usize) {
+        self.set(mmio::VIRTIO_MMIO_QUEUE_NOTIFY, u32::try_from(queue).unwrap());
     }
 
     /// What the device thread would do: until nothing is left to do.

@@ -484,7 +484,12 @@ fn a_stopped_monitor_leaves_its_reason_and_no_process() {
 
 fn every_thread_of_a_monitor_is_jailed() {
     let mut rig = Rig::new();
-    let (_, mut client) = counting(&mut rig, 16, 0);
+    let image = rig.root.path().join("image");
+    std::fs::write(&image, vec![0; 1 << 20]).unwrap();
+    let disks = vec![dormouse_vmm::control::Disk { layers: vec![image], read_only: false }];
+    let kernel = rig.probe(COUNTER, 0);
+    let (dir, mut client) = rig.boot(&dormouse_vmm::control::Machine { disks, ..machine(16) }, &kernel);
+    grow(&dir);
     let (children, forked) = rig.fork(&mut client, 1);
     connect(&children[0]).resume().unwrap();
     let (_, pid) = client.hello().unwrap();
@@ -492,7 +497,9 @@ fn every_thread_of_a_monitor_is_jailed() {
     assert_eq!(log, children[0].join("monitor.log"));
     for pid in [pid, forked.pids[0]] {
         // A thread gives itself its name, and only then its filter.
-        wait_for("the vCPU's thread", || vcpu_filters(pid).is_some_and(|filters| filters == 3).then_some(()));
+        for name in ["vcpu0", "disk0"] {
+            wait_for(name, || filters(pid, name).is_some_and(|filters| filters == 3).then_some(()));
+        }
         let tasks: Vec<_> = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().collect();
         for task in tasks {
             let status = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap();
@@ -507,11 +514,11 @@ fn every_thread_of_a_monitor_is_jailed() {
     }
 }
 
-/// How many filters the first vCPU's thread has: two as all threads, and one of its own.
-fn vcpu_filters(pid: u32) -> Option<u32> {
+/// How many filters a thread has: two as all threads, and one of its own.
+fn filters(pid: u32, name: &str) -> Option<u32> {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
     let statuses = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("status")).ok());
-    let status = statuses.into_iter().find(|status| status.starts_with("Name:\tvcpu"))?;
+    let status = statuses.into_iter().find(|status| status.starts_with(&format!("Name:\t{name}\n")))?;
     status.lines().find_map(|line| line.strip_prefix("Seccomp_filters:")?.trim().parse().ok())
 }
 

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Where a disk's bytes are. Calls block; they are made on the device thread, with ranges inside the disk.
+/// Where a disk's bytes are. Calls block; they are made on the disk's own thread, with ranges inside the disk.
 pub trait BlockBackend: Send {
     /// A multiple of 512; it never changes.
     fn size_bytes(&self) -> u64;

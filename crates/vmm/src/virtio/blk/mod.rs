@@ -31,7 +31,7 @@ const QUEUE_SIZE: u16 = 256;
 const SEGMENTS_MAX: u32 = QUEUE_SIZE as u32 - 2;
 /// Bytes of one buffer.
 const SEGMENT_BYTES_MAX: u32 = 128 << 10;
-/// A request with more is answered with an error: it would keep the device thread for too long.
+/// A request with more is answered with an error: it would keep everybody who waits for the device for too long.
 const REQUEST_BYTES_MAX: u64 = SEGMENTS_MAX as u64 * SEGMENT_BYTES_MAX as u64;
 /// What passes through at once between disk and guest memory.
 const BOUNCE_BYTES: usize = 256 << 10;

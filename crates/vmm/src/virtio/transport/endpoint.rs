@@ -1,6 +1,6 @@
 //! The device thread's handle: events, quiesce, save and restore.
 
-use std::any::Any;
+use std::any::{Any, TypeId};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -46,10 +46,12 @@ impl Endpoint {
             .map(|_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC))
             .collect::<std::io::Result<_>>()?;
         let backend_fd = device.backend_fd().map(|fd| fd.try_clone_to_owned()).transpose()?;
+        let (kind, device_type) = (device.kind(), (*device).type_id());
         let cell = Mutex::new(Cell { device, rings: None, failure: None, failed_before: false });
         let registers = Mutex::new(registers);
         let ending = OnceLock::new();
-        let shared = Shared { registers, cell, interrupt, queue_fds, backend_fd, memory, ending };
+        let shared =
+            Shared { kind, device_type, registers, cell, interrupt, queue_fds, backend_fd, memory, ending };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -133,7 +135,7 @@ impl Endpoint {
 
     #[must_use]
     pub fn kind(&self) -> DeviceKind {
-        lock(&self.shared.cell).device.kind()
+        self.shared.kind
     }
 
     /// Why the device gave up, if it did.
@@ -173,11 +175,15 @@ impl Endpoint {
         }
     }
 
-    /// Works with the device itself, if it is a `D`: to change its host side or to ask something of the guest.
+    /// Works with the device itself, if it is a `D`: to change its host side or to ask something of the guest. Waits for
+    /// a request that is being served on another thread, unless it is no `D`.
     pub fn with_device<D: VirtioDevice, R>(
         &self,
         work: impl FnOnce(&mut D, Option<&mut Rings>) -> R,
     ) -> Option<R> {
+        if TypeId::of::<D>() != self.shared.device_type {
+            return None;
+        }
         let cell = &mut *lock(&self.shared.cell);
         let device: &mut dyn Any = &mut *cell.device;
         Some(work(device.downcast_mut()?, cell.rings.as_mut()))

@@ -6,10 +6,11 @@ mod status;
 #[cfg(test)]
 mod tests;
 
+use std::any::TypeId;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use dormouse_snapshot::devices::virtio::VirtioStateError;
+use dormouse_snapshot::devices::virtio::{DeviceKind, VirtioStateError};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
@@ -47,6 +48,9 @@ pub enum RestoreError {
 
 /// What vCPU threads and the device thread share. Locks are taken in the order of the fields.
 struct Shared {
+    kind: DeviceKind,
+    /// Of the device itself.
+    device_type: TypeId,
     registers: Mutex<Registers>,
     cell: Mutex<Cell>,
     interrupt: Interrupt,

@@ -123,7 +123,7 @@ impl Shared {
         match offset {
             mmio::VIRTIO_MMIO_MAGIC_VALUE => MAGIC,
             mmio::VIRTIO_MMIO_VERSION => VERSION,
-            mmio::VIRTIO_MMIO_DEVICE_ID => lock(&self.cell).device.kind().number(),
+            mmio::VIRTIO_MMIO_DEVICE_ID => self.kind.number(),
             mmio::VIRTIO_MMIO_VENDOR_ID => VENDOR,
             mmio::VIRTIO_MMIO_DEVICE_FEATURES => {
                 half(Self::offered(&*lock(&self.cell).device), registers.device_features_select)
