@@ -24,10 +24,17 @@ pub fn holdings(data_dir: &Path, daemon: u32) -> Result<Holdings> {
         processes: processes_naming(&folder, daemon)?,
         mounts: lines_naming("/proc/self/mountinfo", &folder)?,
         cgroups: cgroups_of(data_dir)?,
-        runtime_files: ["run", "gvisor/run", "gvisor/runtimes", "microvm/run", "microvm/runtimes"]
-            .iter()
-            .flat_map(|sub| names_in(&data_dir.join(sub)))
-            .collect(),
+        runtime_files: [
+            "run",
+            "gvisor/run",
+            "gvisor/runtimes",
+            "microvm/run",
+            "microvm/runtimes",
+            "microvm/zygotes",
+        ]
+        .iter()
+        .flat_map(|sub| names_in(&data_dir.join(sub)))
+        .collect(),
     })
 }
 
@@ -151,6 +158,14 @@ pub fn disk_use(folder: &Path) -> u64 {
 /// Host processes of a sandbox's runtime and all their descendants; the keeper is not one of them.
 pub fn processes_of_runtime(data_dir: &Path, daemon: u32, sandbox: &str) -> Result<Vec<u32>> {
     let runtime = runtime_of(data_dir, sandbox)?;
+    let monitor = data_dir.join("microvm/runtimes").join(&runtime).join("meta.json");
+    if monitor.is_file() {
+        // Its command line is its source's where it was forked, and its children may be other sandboxes.
+        let meta: serde_json::Value = serde_json::from_slice(&fs::read(&monitor)?)?;
+        let pid = meta["process"][0].as_u64().and_then(|pid| u32::try_from(pid).ok());
+        return Ok(vec![pid.context("the monitor's process is not known")?]);
+    }
+    let runtime = container_of(data_dir, &runtime)?;
     let mut found: Vec<u32> = holdings(data_dir, daemon)?
         .processes
         .iter()
@@ -171,7 +186,7 @@ pub fn processes_of_runtime(data_dir: &Path, daemon: u32, sandbox: &str) -> Resu
     Ok(found)
 }
 
-/// The runtime's id, as the command line of the sandbox's host processes names it.
+/// The sandbox's runtime, as the journal knows it.
 fn runtime_of(data_dir: &Path, sandbox: &str) -> Result<String> {
     let script = "import sqlite3, sys\n\
         db = sqlite3.connect(f'file:{sys.argv[1]}/node.db?mode=ro', uri=True)\n\
@@ -190,8 +205,12 @@ fn runtime_of(data_dir: &Path, sandbox: &str) -> Result<String> {
         "the journal knows no runtime of {sandbox}: {}",
         String::from_utf8_lossy(&output.stderr)
     );
-    // One from the pool was made under another name, which its processes carry.
-    let link = data_dir.join("gvisor/runtimes").join(&runtime);
+    Ok(runtime)
+}
+
+/// One from the pool was made under another name, which its processes carry.
+fn container_of(data_dir: &Path, runtime: &str) -> Result<String> {
+    let link = data_dir.join("gvisor/runtimes").join(runtime);
     let container = fs::read_link(&link).with_context(|| format!("cannot read {}", link.display()))?;
     let name = container.file_name().context("the runtime's link names no container")?;
     Ok(name.to_string_lossy().into_owned())

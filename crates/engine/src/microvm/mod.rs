@@ -329,7 +329,7 @@ impl Engine for Microvm {
     }
 
     async fn shutdown(&self) {
-        for zygote in self.0.zygotes.take_all() {
+        for zygote in self.0.zygotes.take_all().await {
             zygote::end(zygote).await;
         }
         // The parent of all groups goes when nothing is in it.

@@ -15,6 +15,7 @@ use dormouse_sys::cgroup::{Group, Limits};
 use dormouse_sys::process::{self, Identity, PidFd};
 use dormouse_types::{RuntimeId, Shape};
 use dormouse_vmm::control::{Client, ClientError, EXIT_FILE, Exit, PROTOCOL_VERSION, SOCKET, State};
+use rustix::fs::SeekFrom;
 use serde::{Deserialize, Serialize};
 
 use super::guest::Disk;
@@ -105,6 +106,11 @@ impl Runtime {
                         file: (*name).to_owned(),
                         why: "it is missing".to_owned(),
                     });
+                }
+                // Snapshots may lie on a file system of their own.
+                Err(error) if error.kind() == io::ErrorKind::CrossesDevices => {
+                    copy_sparse(&snapshot.join(name), &from.join(name))
+                        .map_err(io_failure("copy the snapshot's file", &snapshot.join(name)))?;
                 }
                 other => other.map_err(io_failure("link the snapshot's file", &snapshot.join(name)))?,
             }
@@ -358,6 +364,23 @@ fn reap(mut child: std::process::Child) {
     }
 }
 
+/// Copies what of the file is no hole.
+fn copy_sparse(from: &Path, to: &Path) -> io::Result<()> {
+    use std::io::{Read, Seek};
+    let (mut from, mut to) = (File::open(from)?, File::create_new(to)?);
+    let bytes = from.metadata()?.len();
+    to.set_len(bytes)?;
+    let mut at = 0;
+    while let Ok(start) = rustix::fs::seek(&from, SeekFrom::Data(at)) {
+        let end = rustix::fs::seek(&from, SeekFrom::Hole(start))?;
+        from.seek(io::SeekFrom::Start(start))?;
+        to.seek(io::SeekFrom::Start(start))?;
+        io::copy(&mut (&from).take(end - start), &mut to)?;
+        at = end;
+    }
+    Ok(())
+}
+
 /// What the files below the folder occupy that nobody else has, too.
 fn own_bytes(dir: &Path) -> u64 {
     let Ok(entries) = std::fs::read_dir(dir) else { return 0 };
@@ -378,4 +401,30 @@ fn last_line(path: &Path) -> Option<String> {
 
 fn shortened(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(WORDS_MAX).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    #[test]
+    fn a_copy_has_the_holes_of_its_original() {
+        let dir = tempfile::tempdir().unwrap();
+        let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+        let file = File::create(&from).unwrap();
+        file.set_len(1 << 40).unwrap();
+        file.write_all_at(b"here", 1 << 30).unwrap();
+        file.write_all_at(b"and there", (1 << 39) + 5).unwrap();
+        copy_sparse(&from, &to).unwrap();
+        let copied = File::open(&to).unwrap();
+        let mut text = [0; 9];
+        copied.read_exact_at(&mut text, (1 << 39) + 5).unwrap();
+        assert_eq!(&text, b"and there");
+        copied.read_exact_at(&mut text[..4], 1 << 30).unwrap();
+        assert_eq!(&text[..4], b"here");
+        let (was, is) = (file.metadata().unwrap(), copied.metadata().unwrap());
+        assert_eq!((is.len(), is.blocks()), (was.len(), was.blocks()));
+    }
 }

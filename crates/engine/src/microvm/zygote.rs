@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dormouse_types::{RuntimeId, Shape};
+use tokio::task::JoinHandle;
 
 use super::Inner;
 use super::runtime::Runtime;
@@ -25,7 +26,12 @@ use dormouse_wire::keeper::Session;
 const ZYGOTES_MAX: usize = 8;
 
 #[derive(Debug, Default)]
-pub(super) struct Zygotes(Mutex<HashMap<PathBuf, Zygote>>);
+pub(super) struct Zygotes {
+    wanted: Mutex<HashMap<PathBuf, Zygote>>,
+    /// What is being made is ended by its maker alone, wanted or not: a monitor that is not yet known as a
+    /// process could not be ended by anybody else.
+    makers: Mutex<HashMap<RuntimeId, JoinHandle<()>>>,
+}
 
 #[derive(Debug)]
 struct Zygote {
@@ -36,11 +42,15 @@ struct Zygote {
 
 impl Zygotes {
     fn all(&self) -> MutexGuard<'_, HashMap<PathBuf, Zygote>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.wanted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn makers(&self) -> MutexGuard<'_, HashMap<RuntimeId, JoinHandle<()>>> {
+        self.makers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn owns(&self, id: &RuntimeId) -> bool {
-        self.all().values().any(|zygote| zygote.runtime.id == *id)
+        self.makers().contains_key(id) || self.all().values().any(|zygote| zygote.runtime.id == *id)
     }
 
     pub fn ready(&self, snapshot: &Path) -> Option<Runtime> {
@@ -70,12 +80,20 @@ impl Zygotes {
         }
     }
 
+    /// It is wanted no more; what was there is the caller's to end.
     fn take(&self, snapshot: &Path) -> Option<Runtime> {
-        self.all().remove(snapshot).map(|zygote| zygote.runtime)
+        self.all().remove(snapshot).filter(|zygote| zygote.pipes.is_some()).map(|zygote| zygote.runtime)
     }
 
-    pub fn take_all(&self) -> Vec<Runtime> {
-        self.all().drain().map(|(_, zygote)| zygote.runtime).collect()
+    /// None is wanted any more. Comes back when no more are being made, with those that are to be ended.
+    pub async fn take_all(&self) -> Vec<Runtime> {
+        let there: Vec<Zygote> = self.all().drain().map(|(_, zygote)| zygote).collect();
+        let makers: Vec<JoinHandle<()>> = self.makers().drain().map(|(_, maker)| maker).collect();
+        for maker in makers {
+            // One that panicked has said so.
+            drop(maker.await);
+        }
+        there.into_iter().filter(|zygote| zygote.pipes.is_some()).map(|zygote| zygote.runtime).collect()
     }
 }
 
@@ -87,7 +105,10 @@ impl Inner {
             return;
         }
         let inner = Arc::clone(self);
-        tokio::spawn(async move {
+        let id = runtime.id.clone();
+        // Held until its handle is in: a maker that is quick takes it out after that.
+        let mut makers = self.zygotes.makers();
+        let maker = tokio::spawn(async move {
             let made = inner.make_zygote(&snapshot, shape, &runtime).await;
             let kept = match made {
                 Ok(pipes) => inner.zygotes.made(&snapshot, &runtime, pipes),
@@ -97,10 +118,13 @@ impl Inner {
                     false
                 }
             };
+            let id = runtime.id.clone();
             if !kept {
                 end(runtime).await;
             }
+            inner.zygotes.makers().remove(&id);
         });
+        makers.insert(id, maker);
     }
 
     async fn make_zygote(&self, snapshot: &Path, shape: Shape, runtime: &Runtime) -> Result<Pipes, Failure> {

@@ -1,4 +1,4 @@
-//! The clock: S12, S13.
+//! The clock: S12, S13, S14.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -71,4 +71,29 @@ pub async fn s13(stage: &Stage) -> Result<()> {
     eventually("the pending timer", || async { Ok(sandbox.sh("cat /tmp/pending").await.is_ok()) }).await?;
     let later = fired().await?;
     eventually("further ticks", || async { Ok(fired().await? > later) }).await
+}
+
+/// What a guest kernel says of processors or processes that stood still.
+const STALLS: &str = "soft lockup|hard LOCKUP|rcu.*stall|blocked for more than|clocksource.*unstable";
+
+/// No soft lock-up, RCU stall or hung task is logged by the guest after resume.
+pub async fn s14(stage: &Stage) -> Result<()> {
+    let sandbox = stage.sandbox().await?;
+    sandbox.spawn("exec python3 -c 'while True: pass'").await?;
+    for _ in 0..3 {
+        sandbox.pause().await?;
+        // Longer than the kernel's watchdog waits.
+        tokio::time::sleep(Duration::from_secs(25)).await;
+        sandbox.resume().await?;
+    }
+    let fork = sandbox.fork(1).await?.remove(0);
+    // The watchdogs look every few seconds.
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    for one in [&sandbox, &fork] {
+        let log = one.sh_root("dmesg").await?;
+        ensure!(log.contains("Linux version"), "the kernel's log cannot be read: {log:?}");
+        let stalls = one.sh_root(&format!("dmesg | grep -E '{STALLS}' || true")).await?;
+        ensure!(stalls.is_empty(), "the guest's kernel says: {stalls}");
+    }
+    Ok(())
 }

@@ -141,7 +141,8 @@ const POOL_MAX: usize = 8;
 /// come and go: each process must belong to one that is there.
 fn leaked(data_dir: &std::path::Path, daemon: u32, clean: &host::Holdings) -> Result<Vec<String>> {
     let now = host::holdings(data_dir, daemon)?;
-    let of_sandboxes = |path: &&String| !path.contains("/gvisor/run/");
+    let of_sandboxes =
+        |path: &&String| !["/gvisor/run/", "/microvm/zygotes/"].iter().any(|pool| path.contains(pool));
     let prepared: Vec<&str> = now.runtime_files.iter().filter_map(|path| path.rsplit('/').next()).collect();
     let of_the_pool = |name: &str| prepared.iter().any(|id| name.contains(id));
     // The group that all of the pool's are in comes with the first of them.

@@ -57,7 +57,7 @@ pub async fn s15(stage: &Stage) -> Result<()> {
 /// getrandom never blocks after restore.
 pub async fn s16(stage: &Stage) -> Result<()> {
     let sandbox = stage.sandbox().await?;
-    let probe = "timeout 5 python3 -c 'import os; print(len(os.getrandom(32)), len(os.getrandom(32, os.GRND_NONBLOCK)))'";
+    let probe = "timeout 60 python3 -c 'import os; print(len(os.getrandom(32)), len(os.getrandom(32, os.GRND_NONBLOCK)))'";
     sandbox.pause().await?;
     sandbox.resume().await?;
     let fork = sandbox.fork(1).await?.remove(0);

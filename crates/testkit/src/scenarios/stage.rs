@@ -130,7 +130,10 @@ impl Clone {
         std::fs::create_dir_all(&self.folder).context("cannot make the clone's folder")?;
         let target = self.folder.clone();
         shell(&format!(
-            "cd {from} && cp -al images {to}/ && cp -a agent {to}/ && cp -a node.db* {to}/ && mkdir -p {to}/snapshots",
+            "cd {from} && cp -al images {to}/ && cp -a agent {to}/ && cp -a node.db* {to}/ && mkdir -p {to}/snapshots
+             for shared in guest microvm/disks; do
+                 if [ -e $shared ]; then mkdir -p {to}/$(dirname $shared) && cp -al $shared {to}/$shared; fi
+             done",
             from = from.display(),
             to = target.display()
         ))?;

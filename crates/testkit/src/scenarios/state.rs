@@ -1,6 +1,7 @@
 //! State is kept: S01–S07, S10, S11, S36.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -186,6 +187,31 @@ async fn is_hashed(folder: &Path) -> Result<()> {
     anyhow::bail!("{} still lacks digests after 30 s", folder.display())
 }
 
+/// A copy in a file's place, to be damaged: the file itself may be a template's as well.
+struct Damaged {
+    path: PathBuf,
+    aside: PathBuf,
+    name: String,
+    file: fs::File,
+    bytes: u64,
+}
+
+impl Damaged {
+    fn replace(path: &Path) -> Result<Self> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let aside = path.with_file_name(format!("{name}.aside"));
+        fs::rename(path, &aside)?;
+        super::stage::shell(&format!("cp -a --sparse=auto {} {}", aside.display(), path.display()))?;
+        let file = fs::File::options().read(true).write(true).open(path)?;
+        let bytes = file.metadata()?.len();
+        Ok(Self { path: path.to_owned(), aside, name, file, bytes })
+    }
+
+    fn undo(self) -> Result<()> {
+        fs::rename(&self.aside, &self.path).context("the damaged file's original is gone")
+    }
+}
+
 async fn resume_is_refused(sandbox: &Sandbox, named: &str) -> Result<()> {
     let refused = sandbox.connect_answer().await?;
     ensure!(refused.status.as_u16() >= 400, "a damaged snapshot was resumed: {}", refused.text());
@@ -201,11 +227,10 @@ pub async fn s06(stage: &Stage) -> Result<()> {
     let before = start_witness(&sandbox, 8106, 8).await?;
     sandbox.pause().await?;
     for path in files_of_pause(stage, &sandbox).await? {
-        let whole = fs::read(&path)?;
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        fs::write(&path, &whole[..whole.len() / 2])?;
-        resume_is_refused(&sandbox, &name).await?;
-        fs::write(&path, &whole)?;
+        let damaged = Damaged::replace(&path)?;
+        damaged.file.set_len(damaged.bytes / 2)?;
+        resume_is_refused(&sandbox, &damaged.name).await?;
+        damaged.undo()?;
     }
     sandbox.resume().await?;
     ask_witness(&sandbox, 8106).await?.goes_on_from(&before)
@@ -235,15 +260,15 @@ pub async fn s10(stage: &Stage) -> Result<()> {
     let before = start_witness(&sandbox, 8110, 16).await?;
     sandbox.pause().await?;
     let path = files_of_pause(stage, &sandbox).await?.remove(0);
-    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let whole = fs::read(&path)?;
-    for position in [0, whole.len() / 3, whole.len() / 2, whole.len() - 1] {
-        let mut damaged = whole.clone();
-        damaged[position] ^= 0x10;
-        fs::write(&path, &damaged)?;
-        resume_is_refused(&sandbox, &name).await?;
+    let bytes = fs::metadata(&path)?.len();
+    for position in [0, bytes / 3, bytes / 2, bytes - 1] {
+        let damaged = Damaged::replace(&path)?;
+        let mut byte = [0];
+        damaged.file.read_exact_at(&mut byte, position)?;
+        damaged.file.write_all_at(&[byte[0] ^ 0x10], position)?;
+        resume_is_refused(&sandbox, &damaged.name).await?;
+        damaged.undo()?;
     }
-    fs::write(&path, &whole)?;
     sandbox.resume().await?;
     ask_witness(&sandbox, 8110).await?.goes_on_from(&before)
 }
