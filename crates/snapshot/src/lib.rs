@@ -7,8 +7,10 @@
 pub mod devices;
 mod header;
 mod manifest;
+mod working_set;
 
 pub use header::{ARCH_X86_64, FORMAT_VERSION, HEADER_BYTES, Header, HeaderError, MAGIC};
 pub use manifest::{
     BODY_BYTES_MAX, Compat, Digest, FileDigest, FileEntry, FileRole, Manifest, ManifestError, Reason,
 };
+pub use working_set::{PageRange, WORKING_SET_BYTES_MAX, WorkingSet, WorkingSetError};

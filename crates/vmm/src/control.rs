@@ -121,6 +121,9 @@ pub enum Request {
     Restore {
         machine: Machine,
         snapshot_dir: PathBuf,
+        /// True: memory is brought by a pager when the guest touches it; false: it is mapped from the files.
+        #[serde(default)]
+        lazy: bool,
     },
     Pause {},
     Resume {},
@@ -156,7 +159,7 @@ impl Request {
                 kernel.initramfs.as_deref().map_or(Ok(()), path)?;
                 cmdline(&kernel.cmdline_extra)
             }
-            Self::Restore { machine, snapshot_dir } => {
+            Self::Restore { machine, snapshot_dir, .. } => {
                 validate_machine(machine)?;
                 path(snapshot_dir)
             }
@@ -385,9 +388,10 @@ impl Client {
         &mut self,
         machine: Machine,
         snapshot_dir: PathBuf,
+        lazy: bool,
         fds: &[BorrowedFd<'_>],
     ) -> Result<(), ClientError> {
-        self.done("restore", &Request::Restore { machine, snapshot_dir }, fds)
+        self.done("restore", &Request::Restore { machine, snapshot_dir, lazy }, fds)
     }
 
     pub fn pause(&mut self) -> Result<(), ClientError> {

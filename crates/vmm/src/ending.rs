@@ -29,6 +29,8 @@ pub enum EndReason {
     EndlessExits { vcpu: usize },
     /// A device gave up: the guest broke its queues or sent what makes no sense, or its host's side failed.
     Device { why: String },
+    /// The pager ended before all memory was there.
+    Pager { why: String },
     /// A part of the monitor cannot go on.
     Monitor { why: String },
 }
@@ -48,6 +50,7 @@ impl EndReason {
             Self::MemoryFault { .. } => "memory_fault",
             Self::EndlessExits { .. } => "endless_exits",
             Self::Device { .. } => "device",
+            Self::Pager { .. } => "pager",
             Self::Monitor { .. } => "monitor",
         }
     }
@@ -74,6 +77,7 @@ impl fmt::Display for EndReason {
             }
             Self::EndlessExits { vcpu } => write!(f, "vCPU {vcpu} would not stop between its exits"),
             Self::Device { why } => write!(f, "a device gave up: {why}"),
+            Self::Pager { why } => write!(f, "the pager ended before all memory was there: {why}"),
             Self::Monitor { why } => write!(f, "the monitor cannot go on: {why}"),
         }
     }

@@ -22,6 +22,7 @@ pub mod jail;
 pub mod layers;
 pub mod memory;
 pub mod monitor;
+mod pager;
 pub mod serial;
 pub mod vcpu;
 pub mod virtio;

@@ -364,7 +364,7 @@ fn start_guest(
     let ends = monitor_ends(pipes);
     let started = match begin {
         Begin::Boot(kernel) => client.boot(machine, kernel, &ends),
-        Begin::Restore(from) => client.restore(machine, from, &ends),
+        Begin::Restore(from) => client.restore(machine, from, false, &ends),
     };
     started.map_err(|error| runtime.failure(error))
 }

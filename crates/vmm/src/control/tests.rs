@@ -101,7 +101,7 @@ fn hostile_bytes_are_refused() {
     assert!(refusal(&encode(&Request::Fork { children }).unwrap()).contains("children"));
     let mut big = machine();
     big.memory_mib = MEMORY_MIB_MAX + 1;
-    let restore = |machine| Request::Restore { machine, snapshot_dir: "/s".into() };
+    let restore = |machine| Request::Restore { machine, snapshot_dir: "/s".into(), lazy: false };
     assert!(refusal(&encode(&restore(big)).unwrap()).contains("memory_mib"));
     let mut none = machine();
     none.vcpus = 0;

@@ -126,8 +126,9 @@ const DEVICES: &[i64] = &[
     SYS_waitid,
 ];
 
-/// The kinds of ioctl(2), bits 8 to 15 of its number: KVM's; those of a tap and of every descriptor; PAGEMAP_SCAN's.
-const IOCTL_KINDS: [u64; 3] = [0xae00, 0x5400, 0x6600];
+/// The kinds of ioctl(2), bits 8 to 15 of its number: KVM's; those of a tap and of every descriptor; PAGEMAP_SCAN's;
+/// userfaultfd's.
+const IOCTL_KINDS: [u64; 4] = [0xae00, 0x5400, 0x6600, 0xaa00];
 
 /// Of clone(2): every flag that makes a namespace, or a process that is not the monitor's child.
 const CLONE_FORBIDDEN: u64 = 0x7e02_0000 | 0x80 | 0x8000;

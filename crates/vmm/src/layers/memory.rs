@@ -105,6 +105,19 @@ impl Base {
         Self { layers, merged }
     }
 
+    /// Which layer answers at `offset`, and up to where that answer holds (at most `limit`); `None`: zeros.
+    #[must_use]
+    pub fn find(&self, offset: u64, limit: u64) -> (Option<&Layer>, u64) {
+        let (layer, until) = self.merged.find(offset, limit);
+        (layer.and_then(|number| self.layers.get(number)), until)
+    }
+
+    /// The files, for who goes on with this chain as that of its last snapshot.
+    #[must_use]
+    pub fn files(&self) -> Vec<Arc<File>> {
+        self.layers.iter().map(|layer| Arc::clone(&layer.file)).collect()
+    }
+
     /// Reads what the chain holds.
     fn read(&self, buffer: &mut [u8], offset: u64) -> Result<(), LayerError> {
         let end = offset + buffer.len() as u64;

@@ -28,6 +28,8 @@ pub enum Token {
     Report(u32),
     /// The end of a process that was forked off.
     Ended(u32),
+    /// All of a lazily restored guest's memory is there.
+    Filled,
     Queue {
         slot: u16,
         queue: u16,
@@ -49,6 +51,7 @@ impl Token {
             Self::Ended(id) => numbered(5, id),
             Self::Queue { slot, queue } => numbered(6, u32::from(slot) << 16 | u32::from(queue)),
             Self::Backend { slot } => numbered(7, slot.into()),
+            Self::Filled => numbered(9, 0),
             // The kind is in the lowest bits of the upper half.
             Self::Child { fork, number } => numbered(u64::from(number) << 4 | 8, fork),
         }
@@ -70,6 +73,7 @@ impl Token {
             4 => Some(Self::Report(number)),
             5 => Some(Self::Ended(number)),
             6 => Some(Self::Queue { slot: high, queue: low }),
+            9 => Some(Self::Filled),
             7 => Some(Self::Backend { slot: low }),
             _ => None,
         }
@@ -136,6 +140,7 @@ mod tests {
             Token::Child { fork: u32::MAX, number: 99 },
             Token::Report(7),
             Token::Ended(7),
+            Token::Filled,
             Token::Queue { slot: 3, queue: u16::MAX },
             Token::Backend { slot: 9 },
         ];

@@ -1,7 +1,7 @@
 //! A guest with all its parts: how it is put together, stopped, read and let go.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use dormouse_snapshot::devices::Inventory;
 use dormouse_snapshot::devices::virtio::{DeviceKind, VirtioState};
 use dormouse_snapshot::devices::x86::{MachineState, PowerState, SerialState};
+use dormouse_snapshot::{WORKING_SET_BYTES_MAX, WorkingSet};
 use kvm_bindings::CpuId;
 use kvm_ioctls::{Kvm, VcpuFd};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -26,8 +27,9 @@ use crate::control::{Kernel, Machine};
 use crate::ending::{EndReason, Ending};
 use crate::error::{BootError, MemoryError, StateError, VcpuError, VmError};
 use crate::layers::LayerError;
-use crate::layers::memory::Base;
+use crate::layers::memory::{self, Base};
 use crate::memory::GuestMemory;
+use crate::pager::{Pager, PagerError, WORKING_SET};
 use crate::serial::{ConsoleLog, SerialPort};
 use crate::vcpu::{self, VcpuSet};
 use crate::virtio::{Endpoint, QUEUE_NOTIFY_OFFSET, Worker};
@@ -61,6 +63,8 @@ pub enum GuestError {
     Open { path: PathBuf, source: io::Error },
     #[error("the host has no descriptor left")]
     Descriptor(#[source] io::Error),
+    #[error("the guest's memory cannot be brought by a pager")]
+    Pager(#[source] PagerError),
     #[error("a disk does not come to rest")]
     Worker(#[source] io::Error),
     #[error("the guest has come to its end: {0}")]
@@ -89,6 +93,8 @@ pub struct Guest {
     /// The memory of the last snapshot, its own or an ancestor's: the next one has what differs.
     pub last: Vec<Arc<File>>,
     pub disks: Disks,
+    /// There while not all of the memory is.
+    pub pager: Option<Pager>,
     pub endpoints: Vec<Endpoint>,
     pub ending: Arc<Ending>,
     pub running: bool,
@@ -130,12 +136,14 @@ impl Guest {
         Self::start(wired, Contents { machine, memory, base: Base::default(), disks, endpoints, msrs })
     }
 
-    /// A guest as a snapshot has it; paused. `inventory` and `saved` were read from `dir`.
+    /// A guest as a snapshot has it; paused. `inventory` and `saved` were read from `from`. `userfaults`: a pager brings
+    /// its memory, made by them; without, it is mapped.
     pub fn restore(
         kvm: &Kvm,
         machine: Machine,
         from: &Path,
         (inventory, saved): (&Inventory, &Saved),
+        userfaults: Option<&File>,
         host: HostSide,
     ) -> Result<Self, GuestError> {
         check_inventory(&machine, inventory)?;
@@ -143,14 +151,30 @@ impl Guest {
         let paths: Vec<PathBuf> =
             (0..inventory.memory_layers).map(|layer| from.join(memory_name(layer.into()))).collect();
         let paths: Vec<&Path> = paths.iter().map(PathBuf::as_path).collect();
-        let base = Base::open(&paths, crate::layers::memory::size(&memory)).map_err(GuestError::Layer)?;
-        base.map(&memory).map_err(GuestError::Layer)?;
+        let base = Base::open(&paths, memory::size(&memory)).map_err(GuestError::Layer)?;
         base.keep(&host.dir);
+        let (mut last, mut mapped) = (Vec::new(), base);
+        let pager = match userfaults {
+            None => {
+                mapped.map(&memory).map_err(GuestError::Layer)?;
+                None
+            }
+            Some(device) => {
+                let pager = start_pager(device, &memory, &mapped, from, &host.dir)?;
+                // Nothing of it is mapped: what changed is found by comparing.
+                last = mapped.files();
+                mapped = Base::default();
+                Some(pager)
+            }
+        };
+        let base = mapped;
         let disks = Disks::open(&machine.disks, Some((from, &inventory.disks)), &host.dir)
             .map_err(GuestError::Layer)?;
         let msrs = state::msr_indices(kvm).map_err(GuestError::State)?.into();
-        let parts = Kept { machine, memory, base, last: Vec::new(), disks, msrs };
-        Self::rebuild(kvm, parts, saved, host)
+        let parts = Kept { machine, memory, base, last, disks, msrs };
+        let mut guest = Self::rebuild(kvm, parts, saved, host)?;
+        guest.pager = pager;
+        Ok(guest)
     }
 
     /// A VM and devices of its own over memory and disks that are there: after a restore, and in a forked child.
@@ -191,6 +215,7 @@ impl Guest {
             base,
             last,
             disks,
+            pager: None,
             endpoints,
             ending,
             running,
@@ -366,6 +391,27 @@ fn new_memory(machine: &Machine) -> Result<GuestMemory, GuestError> {
         crate::layers::memory::keep_small(&memory);
     }
     Ok(memory)
+}
+
+fn start_pager(
+    device: &File,
+    memory: &GuestMemory,
+    base: &Base,
+    from: &Path,
+    dir: &Path,
+) -> Result<Pager, GuestError> {
+    let working_set = read_working_set(from).filter(|set| set.memory_bytes() == memory::size(memory));
+    let ends = dir.to_owned();
+    let on_death = move |why| super::end_without_pager(&ends, why);
+    Pager::start(device, memory, base, working_set.as_ref(), dir, on_death).map_err(GuestError::Pager)
+}
+
+/// A hint: without it, or if it is damaged, the restore is slower.
+fn read_working_set(from: &Path) -> Option<WorkingSet> {
+    let mut bytes = Vec::new();
+    let file = File::open(from.join(WORKING_SET)).ok()?;
+    file.take(WORKING_SET_BYTES_MAX as u64 + 1).read_to_end(&mut bytes).ok()?;
+    WorkingSet::decode(&bytes).ok()
 }
 
 fn check_inventory(machine: &Machine, inventory: &Inventory) -> Result<(), GuestError> {

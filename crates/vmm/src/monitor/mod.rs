@@ -24,13 +24,15 @@ mod disks;
 mod events;
 mod guest;
 mod probe;
-mod process;
+pub(crate) mod process;
 mod requests;
 mod saved;
 mod scribe;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
@@ -40,7 +42,7 @@ use self::children::Plan;
 use self::events::{Token, Watch};
 use self::guest::Guest;
 use self::process::Forked;
-use crate::control::{self, Answer, EXIT_FILE, Event, Exit, ExitReason, Peer};
+use crate::control::{self, Answer, EXIT_FILE, Event, Exit, ExitReason, Peer, Request};
 use crate::ending::EndReason;
 
 /// Connections at once; more are closed at once.
@@ -65,9 +67,12 @@ pub enum MonitorError {
 /// Runs the monitor of `dir` to its end. It writes below `within` only: its own folder, its children's and those that
 /// snapshots go to must lie there.
 pub fn run(dir: &Path, within: &Path) -> Result<(), MonitorError> {
+    // Only whoever still has privileges can open it; without it there is no lazy restore.
+    let userfaults = crate::pager::open_device().ok();
     crate::jail::enter(within).map_err(MonitorError::Jail)?;
     let kvm = crate::vm::open_kvm().map_err(MonitorError::Kvm)?;
     let mut monitor = Monitor::new(dir, kvm)?;
+    monitor.userfaults = userfaults;
     loop {
         match monitor.serve()? {
             Outcome::Exit(exit) => return monitor.end(&exit),
@@ -78,7 +83,7 @@ pub fn run(dir: &Path, within: &Path) -> Result<(), MonitorError> {
 }
 
 /// An error with all that caused it.
-fn chain(error: &dyn std::error::Error) -> String {
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
@@ -126,6 +131,10 @@ struct Monitor {
     forked: BTreeMap<u32, (Forked, Job)>,
     forks: BTreeMap<u32, children::Fork>,
     guest: Option<Guest>,
+    /// What userfaults are made by; there until it has a guest.
+    userfaults: Option<File>,
+    /// Requests that wait until all memory is there.
+    deferred: VecDeque<(u32, Request, Vec<OwnedFd>)>,
     next_id: u32,
 }
 
@@ -146,6 +155,8 @@ impl Monitor {
             forked: BTreeMap::new(),
             forks: BTreeMap::new(),
             guest: None,
+            userfaults: None,
+            deferred: VecDeque::new(),
             next_id: 0,
         })
     }
@@ -182,6 +193,7 @@ impl Monitor {
             Token::Child { fork, number } => self.on_child(fork, number)?,
             Token::Report(id) => self.on_report(id)?,
             Token::Ended(id) => self.on_ended(id)?,
+            Token::Filled => return self.on_filled(),
             // These are the inner instance's.
             Token::Queue { .. } | Token::Backend { .. } => {}
         }
@@ -303,6 +315,9 @@ impl Monitor {
     /// The guest and its devices from now on.
     fn adopt(&mut self, guest: Guest) -> io::Result<()> {
         self.watch.add(process::borrowed(guest.ending.event()), Token::Ending)?;
+        if let Some(pager) = &guest.pager {
+            self.watch.add(process::borrowed(pager.complete()), Token::Filled)?;
+        }
         let served_here =
             (0_u16..).zip(&guest.endpoints).filter(|(_, endpoint)| !guest::has_worker(endpoint));
         for (slot, endpoint) in served_here {
@@ -314,7 +329,29 @@ impl Monitor {
             }
         }
         self.guest = Some(guest);
+        // A guest that took this process over is not to make any.
+        self.userfaults = None;
         Ok(())
+    }
+
+    /// All memory is there: what waited for that is done now.
+    fn on_filled(&mut self) -> io::Result<Flow> {
+        if let Some(pager) = self.guest.as_mut().and_then(|guest| guest.pager.take()) {
+            self.watch.remove(process::borrowed(pager.complete()))?;
+            if let Err(error) = pager.finish() {
+                end_without_pager(&self.dir, format!("its memory cannot be taken over: {error}"));
+            }
+        }
+        while let Some((id, request, fds)) = self.deferred.pop_front() {
+            let Some(connection) = self.peers.get_mut(&id) else { continue };
+            connection.waits = false;
+            self.watch.add(&connection.peer, Token::Peer(id))?;
+            match self.on_request(id, request, fds)? {
+                Flow::Go => {}
+                flow => return Ok(flow),
+            }
+        }
+        Ok(Flow::Go)
     }
 
     fn end(mut self, exit: &Exit) -> Result<(), MonitorError> {
@@ -328,14 +365,31 @@ impl Monitor {
         {
             tracing::warn!(error = chain(&error), "a vCPU did not stop at the end");
         }
-        let path = self.dir.join(EXIT_FILE);
-        let written = serde_json::to_vec(exit).map_err(io::Error::from).and_then(|bytes| {
-            let temporary = self.dir.join("exit.tmp");
-            std::fs::write(&temporary, bytes)?;
-            std::fs::rename(temporary, &path)
-        });
-        written.map_err(|source| MonitorError::Exit { path, source })
+        write_exit(&self.dir, exit)
     }
+}
+
+fn write_exit(dir: &Path, exit: &Exit) -> Result<(), MonitorError> {
+    let path = dir.join(EXIT_FILE);
+    let written = serde_json::to_vec(exit).map_err(io::Error::from).and_then(|bytes| {
+        let temporary = dir.join("exit.tmp");
+        std::fs::write(&temporary, bytes)?;
+        std::fs::rename(temporary, &path)
+    });
+    written.map_err(|source| MonitorError::Exit { path, source })
+}
+
+/// Ends the process, on whatever thread: the pager is gone. No destructor runs, as one could let the guest go on.
+fn end_without_pager(dir: &Path, why: String) {
+    let exit = ended(&EndReason::Pager { why });
+    if let Err(error) = write_exit(dir, &exit) {
+        tracing::error!(
+            error = chain(&error),
+            why = exit.message,
+            "the monitor ends and cannot leave its reason"
+        );
+    }
+    process::leave(1)
 }
 
 fn exit(reason: ExitReason, message: &str) -> Exit {
@@ -352,9 +406,10 @@ fn ended(reason: &EndReason) -> Exit {
         | EndReason::UnknownExit { .. }
         | EndReason::EndlessExits { .. } => ExitReason::GuestFault,
         EndReason::Device { .. } => ExitReason::DeviceFailed,
-        EndReason::RunFailed { .. } | EndReason::MemoryFault { .. } | EndReason::Monitor { .. } => {
-            ExitReason::HostFailed
-        }
+        EndReason::RunFailed { .. }
+        | EndReason::MemoryFault { .. }
+        | EndReason::Pager { .. }
+        | EndReason::Monitor { .. } => ExitReason::HostFailed,
     };
     exit(kind, &reason.to_string())
 }

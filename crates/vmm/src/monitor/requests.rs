@@ -14,6 +14,7 @@ use crate::control::{
     Answer, Checkpointed, ErrorCode, ExitReason, Kernel, Machine, PROTOCOL_VERSION, Request, State, Status,
 };
 use crate::layers::{CHAIN_MAX, Layer};
+use crate::pager::PagerError;
 use crate::virtio::Vsock;
 
 /// Snapshots written at once; more are refused.
@@ -71,10 +72,22 @@ pub struct Writing {
 
 impl Monitor {
     pub(super) fn on_request(&mut self, id: u32, request: Request, fds: Vec<OwnedFd>) -> io::Result<Flow> {
+        if matches!(
+            request,
+            Request::Checkpoint { .. } | Request::CheckpointHold { .. } | Request::Fork { .. }
+        ) && let Some(pager) = self.guest.as_ref().and_then(|guest| guest.pager.as_ref())
+        {
+            pager.fill()?;
+            self.wait_for_answer(id)?;
+            self.deferred.push_back((id, request, fds));
+            return Ok(Flow::Go);
+        }
         let answer = match request {
             Request::Hello {} => Ok(Answer::Hello { version: PROTOCOL_VERSION, pid: std::process::id() }),
             Request::Boot { machine, kernel } => self.boot(machine, &kernel, fds),
-            Request::Restore { machine, snapshot_dir } => self.restore(machine, &snapshot_dir, fds),
+            Request::Restore { machine, snapshot_dir, lazy } => {
+                self.restore(machine, &snapshot_dir, lazy, fds)
+            }
             Request::Pause {} => self.pause().map(|()| Answer::Done {}),
             Request::Resume {} => self.resume().map(|()| Answer::Done {}),
             Request::Carrier {} => self.carrier(fds),
@@ -105,11 +118,22 @@ impl Monitor {
         Ok(Answer::Done {})
     }
 
-    fn restore(&mut self, machine: Machine, from: &Path, fds: Vec<OwnedFd>) -> Result<Answer, Refusal> {
+    fn restore(
+        &mut self,
+        machine: Machine,
+        from: &Path,
+        lazy: bool,
+        fds: Vec<OwnedFd>,
+    ) -> Result<Answer, Refusal> {
         self.must_be_empty()?;
+        let userfaults = match (lazy, &self.userfaults) {
+            (false, _) => None,
+            (true, None) => return Err(Refusal::host(&PagerError::NoDevice)),
+            (true, device) => device.as_ref(),
+        };
         let host = host_side(self.dir.clone(), &mut fds.into_iter(), machine.net)?;
         let (inventory, saved) = scribe::read_devices(from)?;
-        let guest = Guest::restore(&self.kvm, machine, from, (&inventory, &saved), host)?;
+        let guest = Guest::restore(&self.kvm, machine, from, (&inventory, &saved), userfaults, host)?;
         self.adopt(guest)?;
         Ok(Answer::Done {})
     }

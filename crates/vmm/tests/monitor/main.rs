@@ -4,6 +4,7 @@
 //! Beside the tests: `live` (a real kernel) and `measure`.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod lazy;
 mod live;
 mod measure;
 mod rig;
@@ -34,6 +35,14 @@ const TESTS: &[Test] = &[
     ("checkpoint_after_checkpoint_writes_what_changed", checkpoint_after_checkpoint_writes_what_changed),
     ("a_held_checkpoint_stays_paused", a_held_checkpoint_stays_paused),
     ("several_checkpoints_at_once", several_checkpoints_at_once),
+    ("lazily_restored_memory_is_the_same", lazy::lazily_restored_memory_is_the_same),
+    ("a_lazily_restored_guest_is_one_like_any_other", lazy::a_lazily_restored_guest_is_one_like_any_other),
+    ("what_was_touched_first_is_brought_ahead", lazy::what_was_touched_first_is_brought_ahead),
+    (
+        "without_its_pager_a_monitor_ends_with_the_reason",
+        lazy::without_its_pager_a_monitor_ends_with_the_reason,
+    ),
+    ("a_page_that_cannot_be_read_ends_the_monitor", lazy::a_page_that_cannot_be_read_ends_the_monitor),
     ("a_guest_that_resets_ends_the_monitor", a_guest_that_resets_ends_the_monitor),
     ("what_makes_no_sense_is_refused", what_makes_no_sense_is_refused),
     ("a_damaged_snapshot_is_refused", a_damaged_snapshot_is_refused),
@@ -447,7 +456,7 @@ fn a_damaged_snapshot_is_refused() {
         use std::os::fd::AsFd;
         let (_, mut other) = rig.start();
         let [input, output] = rig.carrier();
-        let result = other.restore(machine(16), from.clone(), &[input.as_fd(), output.as_fd()]);
+        let result = other.restore(machine(16), from.clone(), false, &[input.as_fd(), output.as_fd()]);
         let refused = matches!(
             &result,
             Err(ClientError::Refused { code: dormouse_vmm::control::ErrorCode::BadSnapshot, .. })

@@ -119,10 +119,14 @@ impl Rig {
 
     /// A paused guest from a snapshot.
     pub fn restore(&mut self, machine: &Machine, from: &Path) -> (PathBuf, Client) {
+        self.restore_by(machine, from, false)
+    }
+
+    pub fn restore_by(&mut self, machine: &Machine, from: &Path, lazy: bool) -> (PathBuf, Client) {
         let (dir, mut client) = self.start();
         let [input, output] = self.carrier();
         let fds = [input.as_fd(), output.as_fd()];
-        client.restore(machine.clone(), from.to_owned(), &fds).expect("a restore");
+        client.restore(machine.clone(), from.to_owned(), lazy, &fds).expect("a restore");
         (dir, client)
     }
 

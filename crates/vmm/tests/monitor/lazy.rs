@@ -1,0 +1,175 @@
+//! Restores by the pager. They need /dev/userfaultfd, and the right to open it.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use dormouse_snapshot::WorkingSet;
+use dormouse_vmm::control::{Client, ExitReason};
+use rustix::fs::SeekFrom;
+
+use crate::rig::{Rig, connect, machine, serial, wait_for};
+use crate::{assert_continues, counting, exit_of, grow};
+
+const MIB: usize = 1 << 20;
+
+/// What a snapshot's layers say together.
+fn content(snapshot: &Path, mib: usize) -> Vec<u8> {
+    let mut bytes = vec![0; mib * MIB];
+    for number in 0.. {
+        let Ok(layer) = File::open(snapshot.join(format!("memory.{number}"))) else { break };
+        let mut at = 0;
+        while let Ok(start) = rustix::fs::seek(&layer, SeekFrom::Data(at)) {
+            at = rustix::fs::seek(&layer, SeekFrom::Hole(start)).unwrap();
+            let range = usize::try_from(start).unwrap()..usize::try_from(at).unwrap();
+            layer.read_exact_at(&mut bytes[range], start).unwrap();
+        }
+    }
+    bytes
+}
+
+fn snapshot(rig: &mut Rig, client: &mut Client) -> PathBuf {
+    let into = rig.folder();
+    client.checkpoint(into.clone(), true).unwrap();
+    into
+}
+
+/// The process that brings a monitor's pages.
+fn pager_of(client: &mut Client) -> Option<u32> {
+    let (_, monitor) = client.hello().unwrap();
+    let is_pager = |pid: &u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let (head, tail) = stat.rsplit_once(") ").unwrap_or_default();
+        head.ends_with("(pager") && tail.split(' ').nth(1) == Some(&monitor.to_string())
+    };
+    let names = std::fs::read_dir("/proc")
+        .unwrap()
+        .flatten()
+        .filter_map(|entry| entry.file_name().into_string().ok());
+    names.filter_map(|name| name.parse().ok()).find(is_pager)
+}
+
+pub fn lazily_restored_memory_is_the_same() {
+    let mut rig = Rig::new();
+    let (_, mut client) = counting(&mut rig, 64, 48);
+    let from = snapshot(&mut rig, &mut client);
+    let expected = content(&from, 64);
+    assert!(expected[MIB..49 * MIB].iter().all(|byte| *byte & 1 == 1), "it has what the guest has");
+    for lazy in [false, true] {
+        let (_, mut other) = rig.restore_by(&machine(64), &from, lazy);
+        assert_eq!(pager_of(&mut other).is_some(), lazy);
+        let into = rig.folder();
+        let done = other.checkpoint(into.clone(), true).unwrap();
+        assert!(content(&into, 64) == expected, "lazy: {lazy}");
+        assert!(done.memory_bytes <= 64 << 10, "only what the devices wrote is new: {done:?}");
+        wait_for("the pager to go", || pager_of(&mut other).is_none().then_some(()));
+        other.stop().unwrap();
+    }
+}
+
+pub fn a_lazily_restored_guest_is_one_like_any_other() {
+    let mut rig = Rig::new();
+    let (dir, mut client) = counting(&mut rig, 64, 48);
+    let from = snapshot(&mut rig, &mut client);
+    let before = serial(&dir);
+    let (restored, mut other) = rig.restore_by(&machine(64), &from, true);
+    other.resume().unwrap();
+    grow(&restored);
+    other.pause().unwrap();
+    assert_continues(&before, &serial(&restored));
+    let so_far = before + &serial(&restored);
+    assert!(pager_of(&mut other).is_some(), "a pause needs no more of its memory");
+    // A fork does; and what was asked meanwhile waits.
+    let (children, forked) = rig.fork(&mut other, 3);
+    assert!(pager_of(&mut other).is_none());
+    assert_eq!(forked.pids.len(), 3);
+    for child in &children {
+        connect(child).resume().unwrap();
+        grow(child);
+        assert_continues(&so_far, &serial(child));
+    }
+    other.resume().unwrap();
+    grow(&restored);
+    let into = snapshot(&mut rig, &mut other);
+    let (again, mut third) = rig.restore_by(&machine(64), &into, true);
+    third.resume().unwrap();
+    grow(&again);
+    // While it runs, and two at once.
+    let folders = [rig.folder(), rig.folder()];
+    std::thread::scope(|scope| {
+        for into in &folders {
+            let again = &again;
+            scope.spawn(move || connect(again).checkpoint(into.clone(), false).unwrap());
+        }
+    });
+    for into in &folders {
+        let (last, mut fourth) = rig.restore_by(&machine(64), into, true);
+        fourth.resume().unwrap();
+        grow(&last);
+    }
+    grow(&again);
+    third.stop().unwrap();
+}
+
+pub fn what_was_touched_first_is_brought_ahead() {
+    let mut rig = Rig::new();
+    let (_, mut client) = counting(&mut rig, 64, 48);
+    let from = snapshot(&mut rig, &mut client);
+    let (dir, mut other) = rig.restore_by(&machine(64), &from, true);
+    other.resume().unwrap();
+    grow(&dir);
+    snapshot(&mut rig, &mut other);
+    let bytes = std::fs::read(dir.join("working-set")).unwrap();
+    let set = WorkingSet::decode(&bytes).unwrap();
+    assert_eq!(set.memory_bytes(), 64 << 20);
+    let touched =
+        |page: u32| set.ranges().iter().any(|range| (range.first..range.first + range.count).contains(&page));
+    assert!(touched(0) && touched(8), "its counter and its code: {set:?}");
+    let pages: u32 = set.ranges().iter().map(|range| range.count).sum();
+    assert!(pages < 64, "what nobody touched is none: {set:?}");
+    // With it, with a damaged one and with another's.
+    let other_size = WorkingSet::new(32 << 20, set.ranges().iter().copied()).encode().unwrap();
+    let damaged: Vec<u8> = bytes.iter().map(|byte| byte ^ 1).collect();
+    for (hint, good) in [(bytes, true), (damaged, false), (other_size, false)] {
+        std::fs::write(from.join("working-set"), hint).unwrap();
+        let (dir, mut other) = rig.restore_by(&machine(64), &from, true);
+        other.resume().unwrap();
+        grow(&dir);
+        snapshot(&mut rig, &mut other);
+        assert_eq!(dir.join("working-set").exists(), !good, "what is known is not found out again");
+    }
+}
+
+pub fn without_its_pager_a_monitor_ends_with_the_reason() {
+    let mut rig = Rig::new();
+    let (_, mut client) = counting(&mut rig, 64, 48);
+    let from = snapshot(&mut rig, &mut client);
+    for running in [false, true] {
+        let (dir, mut other) = rig.restore_by(&machine(64), &from, true);
+        if running {
+            other.resume().unwrap();
+            grow(&dir);
+        }
+        let pager = i32::try_from(pager_of(&mut other).unwrap()).unwrap();
+        let pager = rustix::process::Pid::from_raw(pager).unwrap();
+        rustix::process::kill_process(pager, rustix::process::Signal::KILL).unwrap();
+        let exit = exit_of(&dir);
+        assert_eq!(exit.reason, ExitReason::HostFailed);
+        assert_eq!(exit.message, "the pager ended before all memory was there: it was killed or crashed");
+        assert!(other.status().is_err());
+    }
+}
+
+pub fn a_page_that_cannot_be_read_ends_the_monitor() {
+    let mut rig = Rig::new();
+    let (_, mut client) = counting(&mut rig, 64, 48);
+    let from = snapshot(&mut rig, &mut client);
+    let (dir, mut other) = rig.restore_by(&machine(64), &from, true);
+    other.resume().unwrap();
+    grow(&dir);
+    File::options().write(true).open(from.join("memory.0")).unwrap().set_len(8 << 20).unwrap();
+    other.checkpoint(rig.folder(), false).unwrap_err();
+    let exit = exit_of(&dir);
+    assert_eq!(exit.reason, ExitReason::HostFailed);
+    assert!(exit.message.contains("a page at 0x800000 cannot be read"), "{}", exit.message);
+}
