@@ -57,6 +57,12 @@ pub struct Job {
     pub console: bool,
 }
 
+/// Installs what is missing, makes the image unless it is there, and runs the job; its command's exit code.
+pub fn run_job(job: &Job) -> anyhow::Result<u8> {
+    needs::all(true)?;
+    machine::run(&image::ensure()?, job)
+}
+
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if args.no_install {
         if !(needs::all(false)? && image::is_there()) {

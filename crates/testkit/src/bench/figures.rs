@@ -10,10 +10,9 @@ use hyper::Method;
 use serde_json::json;
 
 use super::raw::Raw;
-use super::{Figure, Options, upload};
+use super::{Figure, MIB, Options, answers, kill_all, median_ms, processes_are_settled, upload};
 use crate::daemon::Daemon;
 use crate::host;
-use crate::http::Http;
 use crate::sandbox::Sandbox;
 
 /// Memory that a paused sandbox holds, beside its processes.
@@ -21,7 +20,6 @@ const HELD_MIB: u32 = 200;
 const IDLE_SANDBOXES: u32 = 10;
 /// Commands of one kind before the other's turn.
 const IN_A_ROW: usize = 3;
-const MIB: f64 = 1_048_576.0;
 /// The same as raw runsc is given, a process that holds memory and answers, here on a port.
 const HOLD: &str = r#"import os, socket, sys
 held = os.urandom(1 << 20) * int(sys.argv[1])
@@ -59,15 +57,6 @@ pub async fn all(options: &Options, done: &mut dyn FnMut(&Figure)) -> Result<Vec
     Ok(figures)
 }
 
-/// Ends the sandboxes that were made here, and no others of the data folder.
-async fn kill_all(http: &Http) -> Result<()> {
-    let list = http.api(Method::GET, "/v2/sandboxes?metadata=of%3Dbench&limit=100", None).await?;
-    for made in list.expect(200)?.json()?.as_array().into_iter().flatten() {
-        Sandbox::of(http, made)?.kill().await?.expect(204)?;
-    }
-    Ok(())
-}
-
 async fn rootfs_of_base(daemon: &Daemon) -> Result<PathBuf> {
     let told =
         daemon.http.api(Method::GET, "/dormouse/v1/templates/base", None).await?.expect(200)?.json()?;
@@ -81,11 +70,6 @@ async fn hello(sandbox: &Sandbox) -> Result<Duration> {
     let started = Instant::now();
     ensure!(sandbox.sh("echo hi").await? == "hi\n", "the command's output is wrong");
     Ok(started.elapsed())
-}
-
-fn median(mut times: Vec<Duration>) -> f64 {
-    times.sort();
-    times.get(times.len() / 2).map_or(f64::NAN, |time| time.as_secs_f64() * 1000.0)
 }
 
 impl Bench<'_> {
@@ -164,7 +148,7 @@ impl Bench<'_> {
         }
         self.raw.delete("exec");
         sandbox.kill().await?.expect(204)?;
-        let (ours, raw, alternating) = (median(ours), median(raw), median(alternating));
+        let (ours, raw, alternating) = (median_ms(&ours), median_ms(&raw), median_ms(&alternating));
         let note = "`echo hi` through the API ÷ runsc exec of the same, each several times in a row";
         self.tell("command", "ms", ours, Some(raw), 0.35, note);
         let note = "the first `echo hi` after a pause of some 100 ms ÷ runsc exec in a row";
@@ -176,7 +160,7 @@ impl Bench<'_> {
         let (mut ours, mut raw) = (Vec::new(), Vec::new());
         for run in 0..=self.options.runs {
             // The pool fills again between two creates, as it does between two requests of a day.
-            self.pool_is_full().await?;
+            processes_are_settled(&self.daemon).await?;
             let started = Instant::now();
             let sandbox = self.sandbox().await?;
             ensure!(sandbox.sh("echo hi").await? == "hi\n", "the command's output is wrong");
@@ -184,7 +168,7 @@ impl Bench<'_> {
             sandbox.kill().await?.expect(204)?;
             raw.push(self.raw.cold_start(&format!("cold{run}"), &HELLO)?);
         }
-        let (ours, raw) = (median(ours), median(raw));
+        let (ours, raw) = (median_ms(&ours), median_ms(&raw));
         self.tell(
             "create",
             "ms",
@@ -196,41 +180,17 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Waits until no process of the data folder starts or ends any more.
-    async fn pool_is_full(&self) -> Result<()> {
-        let mut last = host::holdings(&self.daemon.data_dir, self.daemon.pid())?.processes;
-        for _ in 0..100 {
-            tokio::time::sleep(Duration::from_millis(300)).await;
-            let now = host::holdings(&self.daemon.data_dir, self.daemon.pid())?.processes;
-            if now == last {
-                return Ok(());
-            }
-            last = now;
-        }
-        Ok(())
-    }
-
     /// Waits for the end of what the one side began and did not wait for (processes that end, pages that
     /// are written, blocks that are freed): it would be measured as the other side's.
     async fn settle(&self) -> Result<()> {
-        self.pool_is_full().await?;
+        processes_are_settled(&self.daemon).await?;
         tokio::task::spawn_blocking(rustix::fs::sync).await.context("the sync panicked")
-    }
-
-    async fn answers(&self, sandbox: &Sandbox) -> Result<()> {
-        for _ in 0..100 {
-            if sandbox.get(8000, "/").await.is_ok_and(|answer| answer.expect(200).is_ok()) {
-                return Ok(());
-            }
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
-        anyhow::bail!("the process in {} does not answer", sandbox.id)
     }
 
     async fn pause_and_resume(&mut self) -> Result<()> {
         let sandbox = self.sandbox().await?;
         sandbox.spawn(&format!("exec python3 -c '{HOLD}' {HELD_MIB}")).await?;
-        self.answers(&sandbox).await?;
+        answers(&sandbox, 8000).await?;
         let mut echo = self.raw.create_echo("echo0", HELD_MIB)?;
         self.raw.start(&mut echo)?;
         let (mut pauses, mut checkpoints) = (Vec::new(), Vec::new());
@@ -256,8 +216,8 @@ impl Bench<'_> {
         }
         self.raw.delete(&echo.id);
         sandbox.kill().await?.expect(204)?;
-        let (pause, checkpoint) = (median(pauses), median(checkpoints));
-        let (resume, restore, thaw) = (median(resumes), median(restores), median(thaws));
+        let (pause, checkpoint) = (median_ms(&pauses), median_ms(&checkpoints));
+        let (resume, restore, thaw) = (median_ms(&resumes), median_ms(&restores), median_ms(&thaws));
         let note = format!("pause to disk ÷ runsc checkpoint (uncompressed, direct), {HELD_MIB} MiB held");
         self.tell("pause", "ms", pause, Some(checkpoint), 1.25, &note);
         let note = "resume from disk → first reply ÷ runsc restore into a created container → first reply";
@@ -282,14 +242,14 @@ impl Bench<'_> {
     }
 
     async fn idle(&mut self) -> Result<()> {
-        self.pool_is_full().await?;
+        processes_are_settled(&self.daemon).await?;
         let pid = self.daemon.pid();
         let before = proportional(pid)?;
         let mut sandboxes = Vec::new();
         for _ in 0..IDLE_SANDBOXES {
             sandboxes.push(self.sandbox().await?);
         }
-        self.pool_is_full().await?;
+        processes_are_settled(&self.daemon).await?;
         let keepers: f64 =
             keepers(&self.daemon.data_dir, pid)?.into_iter().map(proportional).sum::<Result<f64>>()?;
         let each = (keepers + proportional(pid)? - before) / f64::from(IDLE_SANDBOXES) / MIB;
@@ -340,7 +300,7 @@ impl Bench<'_> {
         let size = sandbox.sh("stat -c %s upload.bin").await?;
         ensure!(size.trim() == upload::BYTES.to_string(), "{size} bytes arrived");
         sandbox.kill().await?.expect(204)?;
-        let (ours, raw) = (median(ours), median(raw));
+        let (ours, raw) = (median_ms(&ours), median_ms(&raw));
         self.tell(
             "upload",
             "ms",
