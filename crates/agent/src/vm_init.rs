@@ -1,7 +1,7 @@
 //! Process 1 of a microVM, from the initramfs to `agent init`.
 //!
 //! ```text
-//! modules → /dev/vda (ext4) → its mounts → it becomes / → loopback, host name → vsock → exec agent init --machine
+//! modules → /dev/vda (ext4) → its mounts → it becomes / → interfaces, host name → vsock → exec agent init --machine
 //! ```
 //!
 //! Everything here happens once and in order; what fails is told on the console, and the machine ends. `/run` and
@@ -10,6 +10,7 @@
 use std::convert::Infallible;
 use std::fs;
 use std::io;
+use std::net::Ipv4Addr;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
@@ -18,6 +19,7 @@ use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use dormouse_sys::guest::{CID_HOST, connect_vsock, set_loopback_up};
+use dormouse_sys::net::{GATEWAY, set_up_guest};
 use rustix::fs::{CWD, Mode, OFlags};
 use rustix::mount::{
     MountFlags, MoveMountFlags, OpenTreeFlags, mount, mount_move, mount_remount, move_mount, open_tree,
@@ -33,6 +35,8 @@ const ORDER: &str = "/modules/order";
 const MODULES_MAX: usize = 64;
 const SELF: &str = "/init";
 const DISK: &str = "/dev/vda";
+const CARD: &str = "eth0";
+const RESOLV_CONF: &str = "/etc/resolv.conf";
 const ROOT: &str = "/newroot";
 /// Where every sandbox has the agent.
 const AGENT: &str = "/usr/lib/dormouse/agent";
@@ -183,11 +187,32 @@ fn settle() {
         }
     }
     note("set the loopback interface up", set_loopback_up());
+    note("set the network card up", set_up_card());
     let limit = Rlimit { current: Some(OPEN_FILES_MAX), maximum: Some(OPEN_FILES_MAX) };
     note("raise the number of open files", setrlimit(Resource::Nofile, limit).map_err(io::Error::from));
     let name = fs::read_to_string("/etc/hostname").unwrap_or_default();
     let name = Some(name.trim()).filter(|name| !name.is_empty()).unwrap_or("localhost");
     note("set the host name", sethostname(name.as_bytes()).map_err(io::Error::from));
+}
+
+/// The same address in every machine, so that a fork has nothing to change. A machine without a card reaches out
+/// through the agent's proxies.
+fn set_up_card() -> io::Result<()> {
+    if !set_up_guest(CARD)? {
+        return Ok(());
+    }
+    let text = fs::read_to_string(RESOLV_CONF)?;
+    match at_gateway(&text) {
+        Some(text) => fs::write(RESOLV_CONF, text),
+        None => Ok(()),
+    }
+}
+
+/// Names are asked for in the network instead of the agent, who is deaf while a machine is restored. A file that an
+/// image's maker wrote stays.
+fn at_gateway(resolv_conf: &str) -> Option<String> {
+    let agents = format!("nameserver {}\n", Ipv4Addr::LOCALHOST);
+    resolv_conf.contains(&agents).then(|| resolv_conf.replace(&agents, &format!("nameserver {GATEWAY}\n")))
 }
 
 /// Tries until it succeeds or the time is over; the last error is what is told.
@@ -216,6 +241,14 @@ mod tests {
         assert_eq!(done.unwrap(), 3);
         let failed = wait_for::<()>(Duration::ZERO, || Err(io::ErrorKind::ConnectionRefused.into()));
         assert_eq!(failed.unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+    }
+
+    #[test]
+    fn only_the_agents_own_line_is_changed() {
+        let changed = at_gateway("nameserver 127.0.0.1\noptions timeout:5\n");
+        assert_eq!(changed.as_deref(), Some("nameserver 198.18.0.1\noptions timeout:5\n"));
+        assert_eq!(at_gateway("nameserver 127.0.0.11\n"), None);
+        assert_eq!(at_gateway(""), None);
     }
 
     #[test]

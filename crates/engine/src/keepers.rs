@@ -60,13 +60,25 @@ pub(crate) struct Keeper {
 impl Keeper {
     /// Asks and awaits the answer; `fds` travel with the request.
     pub fn ask(&self, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<Answer, Failure> {
+        self.ask_for(request, fds).map(|(answer, _)| answer)
+    }
+
+    /// The same, with what came beside the answer.
+    fn ask_for(&self, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<(Answer, Vec<OwnedFd>), Failure> {
         let failed = |what: &str, error: io::Error| Failure::Keeper { why: format!("{what}: {error}") };
         let mut stream = dormouse_sys::unix::connect(&self.dir, CONTROL_SOCKET)
             .map_err(|error| failed("does not listen", error))?;
         match exchange(&mut stream, request, fds).map_err(|error| failed("does not answer", error))? {
-            Answer::Failed { message } => Err(Failure::Keeper { why: format!("refused: {message}") }),
-            answer => Ok(answer),
+            (Answer::Failed { message }, _) => Err(Failure::Keeper { why: format!("refused: {message}") }),
+            answered => Ok(answered),
         }
+    }
+
+    /// The tap of the network that it serves.
+    pub fn tap(&self) -> Result<OwnedFd, Failure> {
+        let (_, fds) = self.ask_for(&Request::Tap, &[])?;
+        let none = || Failure::Keeper { why: "answered without a tap".to_owned() };
+        fds.into_iter().next().ok_or_else(none)
     }
 
     pub fn done(&self, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<(), Failure> {
@@ -225,7 +237,11 @@ fn remove_file(path: &Path) -> Result<(), Failure> {
     }
 }
 
-fn exchange(stream: &mut UnixStream, request: &Request, fds: &[BorrowedFd<'_>]) -> io::Result<Answer> {
+fn exchange(
+    stream: &mut UnixStream,
+    request: &Request,
+    fds: &[BorrowedFd<'_>],
+) -> io::Result<(Answer, Vec<OwnedFd>)> {
     stream.set_read_timeout(Some(ANSWER_WAIT))?;
     stream.set_write_timeout(Some(ANSWER_WAIT))?;
     let body = serde_json::to_vec(request)?;
@@ -235,12 +251,13 @@ fn exchange(stream: &mut UnixStream, request: &Request, fds: &[BorrowedFd<'_>]) 
     let sent = dormouse_sys::fds::send_with_fds(stream.as_fd(), &frame, fds)?;
     stream.write_all(&frame[sent..])?;
     let mut length = [0_u8; 4];
-    stream.read_exact(&mut length)?;
+    let (got, beside) = dormouse_sys::fds::recv_with_fds(stream.as_fd(), &mut length)?;
+    stream.read_exact(&mut length[got..])?;
     let length = u32::from_le_bytes(length) as usize;
     if length > FRAME_BYTES_MAX {
         return Err(io::Error::new(io::ErrorKind::InvalidData, format!("an answer of {length} bytes")));
     }
     let mut body = vec![0_u8; length];
     stream.read_exact(&mut body)?;
-    Ok(serde_json::from_slice(&body)?)
+    Ok((serde_json::from_slice(&body)?, beside))
 }

@@ -6,9 +6,8 @@
 //! does, as it is read from the thread that serves the devices.
 //!
 //! Descriptors, always in this order: `carrier_in` (the monitor reads it and passes it to the guest),
-//! `carrier_out` (the guest's bytes go there), then one tap if [`Machine::net`] asks for it. [`Request::Boot`]
-//! and [`Request::Restore`] take one such set, [`Request::Fork`] one per child, [`Request::Carrier`] the
-//! first two, all others none.
+//! `carrier_out` (the guest's bytes go there), then one tap if [`Machine::net`] asks for it. [`Request::Boot`],
+//! [`Request::Restore`] and [`Request::Carrier`] take one such set, [`Request::Fork`] one per child, all others none.
 //!
 //! Invariant: a frame's length is checked before room is made for it; unknown fields, too long lists and
 //! a wrong number of descriptors are refused, and the descriptors closed.
@@ -141,7 +140,8 @@ pub enum Request {
     Fork {
         children: Vec<ForkChild>,
     },
-    /// Puts other ends in the place of the carrier's: whoever held the other side of the former ones is gone.
+    /// Puts other ends in the place of the carrier's, and another tap: whoever held the other side of the former
+    /// ones is gone.
     /// What was read from the guest and not yet written goes to the new ones.
     Carrier {},
     Status {},
@@ -183,7 +183,7 @@ impl Request {
         match self {
             Self::Boot { machine, .. } | Self::Restore { machine, .. } => machine.fds(),
             Self::Fork { children } => children.len() * per_machine,
-            Self::Carrier {} => 2,
+            Self::Carrier {} => per_machine,
             _ => 0,
         }
     }
@@ -419,7 +419,7 @@ impl Client {
         }
     }
 
-    /// `fds`: `carrier_in`, `carrier_out`.
+    /// `fds`: one set, as at boot.
     pub fn carrier(&mut self, fds: &[BorrowedFd<'_>]) -> Result<(), ClientError> {
         self.done("take another carrier", &Request::Carrier {}, fds)
     }

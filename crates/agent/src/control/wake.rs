@@ -10,6 +10,7 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse as _, Response};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
+use dormouse_sys::net::ask_after_connections;
 use dormouse_sys::random::ENTROPY_BYTES;
 use dormouse_wire::control::{CONTROL_VERSION, Wake, Woken};
 use http::StatusCode;
@@ -102,6 +103,9 @@ fn refresh_system(system: &System, wake: &Wake, entropy: &[u8; ENTROPY_BYTES]) -
         reseeded = identity::refresh_random(entropy, &mut notes);
         identity::set_clock(wake.wall_clock_ns, &mut notes);
         identity::set_kernel_hostname(&wake.hostname, &mut notes);
+        if let Err(why) = ask_after_connections() {
+            notes.push(format!("connections that are gone may not end by themselves: {why}"));
+        }
         if let Some(Err(why)) = wake.processes_max.map(limits::set_processes_max) {
             notes.push(format!("the number of processes cannot be limited from inside: {why}"));
         }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use dormouse_api::dormouse::{Check, CheckOutcome};
 use dormouse_engine::Failure;
-use dormouse_engine::microvm::{Kvm, Microvm, Unusable};
+use dormouse_engine::microvm::{Kvm, Microvm, Unusable, probe_network};
 use dormouse_sys::cgroup::{Hierarchies, Version};
 
 use super::host;
@@ -61,6 +61,20 @@ pub fn kvm() -> Check {
         Err(why) => {
             let mend = (!matches!(why, Unusable::NoHardware)).then(|| why.mend());
             check(name, Warn, format!("{why}; only a microvm would need it"), mend)
+        }
+    }
+}
+
+/// Makes a network as every microVM has one, and drops it.
+pub fn network() -> Check {
+    let name = "microvm network";
+    match probe_network() {
+        Ok(()) => check(name, Good, "a namespace with a tap and steered connections can be made", None),
+        Err((why, mend)) => {
+            let detail = format!(
+                "{why}; a microvm gets no network card then, and only programs that use the proxy variables reach out"
+            );
+            check(name, Warn, detail, Some(mend))
         }
     }
 }

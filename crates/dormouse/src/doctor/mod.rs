@@ -1,7 +1,7 @@
 //! `dormouse doctor`: what this host can do, which engine would be chosen and why, and what mends what is missing.
 //!
 //! Invariant: looks and changes nothing (the reflink probe writes two small files into the data folder and removes
-//! them).
+//! them; the network's probe makes a namespace that is gone with it).
 
 mod checks;
 mod host;
@@ -32,6 +32,7 @@ pub fn report(data_dir: &Path) -> DoctorReport {
         virtualisation,
         kvm,
         guest,
+        checks::network(),
         checks::mkfs(),
         runsc,
         checks::mmdebstrap(),

@@ -37,6 +37,9 @@ pub(super) struct Described {
     layout: u32,
     pub disk: Disk,
     pub agent_digest: String,
+    /// The guest has a network card.
+    #[serde(default)]
+    pub card: bool,
 }
 
 impl Described {
@@ -109,6 +112,7 @@ impl Taken {
                 layout: LAYOUT,
                 disk: meta.disk.clone(),
                 agent_digest: meta.agent_digest.clone(),
+                card: meta.card,
             };
             described.write(&self.into).map(|()| done)
         });

@@ -22,6 +22,7 @@ use dormouse_wire::keeper::{EgressRules, Request, Session};
 use super::Inner;
 use super::checkpoint::Described;
 use super::guest::{self, Disk};
+use super::network::Link;
 use super::runtime::{Meta, Runtime, WORK_WAIT};
 use crate::common::{blocking, io_failure};
 use crate::error::Failure;
@@ -44,7 +45,8 @@ enum Begin {
 }
 
 impl Inner {
-    pub(super) fn machine(&self, shape: Shape, disk: &Disk) -> Result<Machine, Failure> {
+    pub(super) fn machine(&self, meta: &Meta) -> Result<Machine, Failure> {
+        let Meta { shape, disk, card, .. } = meta;
         let vcpus = u8::try_from(shape.cpus).map_err(|_| Failure::Unsupported {
             why: format!("a microVM has at most {} processors", control::VCPUS_MAX),
         })?;
@@ -54,7 +56,7 @@ impl Inner {
             memory_mib: shape.memory_mib,
             disks: vec![control::Disk { layers, read_only: false }],
             cpu_template: None,
-            net: false,
+            net: *card,
             huge_pages: true,
         })
     }
@@ -67,7 +69,7 @@ impl Inner {
             Ok((kernel, inner.disks.obtain(&inner.layout, &rootfs, shape)?))
         };
         let (kernel, disk) = blocking(prepare).await?;
-        let meta = self.meta(shape, disk, self.agent.digest.clone());
+        let meta = self.meta(shape, disk, self.agent.digest.clone(), self.cards);
         let binding = self.binding(&spec.sandbox, spec.generation, Session::New, spec.egress);
         let runtime = self.runtime(&spec.runtime);
         let begun = self.begin(&runtime, meta, Begin::Boot(kernel), binding).await;
@@ -86,7 +88,7 @@ impl Inner {
         }
         let (inner, snapshot) = (Arc::clone(self), spec.snapshot_dir.clone());
         let described = blocking(move || inner.examine(&snapshot)).await?;
-        let meta = self.meta(spec.manifest.shape, described.disk, described.agent_digest);
+        let meta = self.meta(spec.manifest.shape, described.disk, described.agent_digest, described.card);
         let begun = async {
             let made = runtime.clone();
             let from = blocking(move || {
@@ -108,8 +110,8 @@ impl Inner {
         Ok(described)
     }
 
-    pub(super) fn meta(&self, shape: Shape, disk: Disk, agent_digest: String) -> Meta {
-        Meta { shape, disk, agent_digest, process: None, started: false, held: false }
+    pub(super) fn meta(&self, shape: Shape, disk: Disk, agent_digest: String, card: bool) -> Meta {
+        Meta { shape, disk, agent_digest, card, process: None, started: false, held: false }
     }
 
     fn binding(
@@ -143,15 +145,18 @@ impl Inner {
         binding: Binding,
     ) -> Result<Session, Failure> {
         let pipes = Arc::new(Pipes::new().map_err(io_failure("make the pipes of", &runtime.dir))?);
-        let machine = self.machine(meta.shape, &meta.disk)?;
+        let machine = self.machine(&meta)?;
+        let (keeper, session) = (binding.keeper.clone(), binding.session);
+        let link = blocking(move || Link::find_or_make(meta.card, &keeper, session));
+        let link = Arc::new(link.await?);
         let (program, started, ends) =
-            (Arc::clone(&self.monitor_program), runtime.clone(), Arc::clone(&pipes));
+            (Arc::clone(&self.monitor_program), runtime.clone(), (Arc::clone(&pipes), Arc::clone(&link)));
         let start = blocking(move || {
             let mut client = started.start(&program, meta.shape.cpus)?;
-            start_guest(&started, &mut client, machine, begin, &ends)
+            start_guest(&started, &mut client, machine, begin, &ends.1.monitor_ends(&ends.0))
         });
         // Neither is given up half done for the other's sake.
-        let (bound, started) = tokio::join!(self.bind(binding, pipes), start);
+        let (bound, started) = tokio::join!(self.bind(binding, pipes, link), start);
         started?;
         let session = bound?;
         let woken = runtime.clone();
@@ -159,12 +164,14 @@ impl Inner {
         Ok(session)
     }
 
-    /// Starts the keeper where there is none, and gives it the pipes. Returns the real session.
-    async fn bind(&self, binding: Binding, pipes: Arc<Pipes>) -> Result<Session, Failure> {
+    /// Starts the keeper where there is none, and gives it the pipes and the network. Returns the real session.
+    async fn bind(&self, binding: Binding, pipes: Arc<Pipes>, link: Arc<Link>) -> Result<Session, Failure> {
         let program = Arc::clone(&self.keeper_program);
         blocking(move || {
             let Binding { keeper, generation, session, egress } = binding;
-            let session = if keeper.ensure(&program)? { Session::New } else { session };
+            let started = keeper.ensure(&program)?;
+            let session = if started { Session::New } else { session };
+            link.serve(&keeper, started)?;
             keeper.attach(generation, session, egress, pipes.for_keeper().map(AsFd::as_fd))?;
             Ok(session)
         })
@@ -179,7 +186,7 @@ impl Inner {
     ) -> Result<(Duration, Vec<Result<(), Failure>>), Failure> {
         let gone = || Failure::Exited { why: format!("there is no runtime {}", source.id) };
         let known = source.meta().ok_or_else(gone)?;
-        let meta = self.meta(known.shape, known.disk, known.agent_digest);
+        let meta = self.meta(known.shape, known.disk, known.agent_digest, known.card);
         let mut newborn = Vec::with_capacity(children.len());
         let mut failed = None;
         for child in children {
@@ -230,14 +237,15 @@ impl Inner {
         let pipes = Pipes::new().map_err(io_failure("make the pipes of", &runtime.dir))?;
         let keeper = self.keeper(&child.sandbox);
         let ForkChild { sandbox, generation, egress, .. } = child;
-        let newborn = Newborn { sandbox, runtime, keeper, generation, egress, pipes: Arc::new(pipes) };
-        let (made, meta) = (newborn.runtime.clone(), meta.clone());
-        blocking(move || {
+        let (made, meta) = (runtime.clone(), meta.clone());
+        let link = blocking(move || {
+            let link = Link::make(meta.card)?;
             made.create(&meta)?;
-            made.make_group(meta.shape.cpus)
-        })
-        .await?;
-        Ok(newborn)
+            made.make_group(meta.shape.cpus)?;
+            Ok(link)
+        });
+        let (pipes, link) = (Arc::new(pipes), Arc::new(link.await?));
+        Ok(Newborn { sandbox, runtime, keeper, generation, egress, pipes, link })
     }
 
     async fn undo_all(&self, newborn: Vec<Newborn>) {
@@ -280,12 +288,14 @@ struct Newborn {
     generation: Generation,
     egress: EgressRules,
     pipes: Arc<Pipes>,
+    link: Arc<Link>,
 }
 
 impl Newborn {
     /// Its monitor exists, paused.
     fn live(&self, pid: u32) -> Result<(), Failure> {
         self.runtime.know_forked(pid)?;
+        self.link.serve(&self.keeper, true)?;
         let ends = self.pipes.for_keeper().map(AsFd::as_fd);
         self.keeper.attach(self.generation, Session::New, self.egress.clone(), ends)?;
         resume(&self.runtime)
@@ -329,7 +339,8 @@ fn fork_all(source: &Runtime, newborn: &[Newborn]) -> Result<(Duration, Vec<u32>
     for some in newborn.chunks(CHILDREN_MAX) {
         let children =
             some.iter().map(|child| control::ForkChild { dir: child.runtime.dir.clone() }).collect();
-        let ends: Vec<BorrowedFd<'_>> = some.iter().flat_map(|child| monitor_ends(&child.pipes)).collect();
+        let ends: Vec<BorrowedFd<'_>> =
+            some.iter().flat_map(|child| child.link.monitor_ends(&child.pipes)).collect();
         match client.fork(children, &ends) {
             Ok(done) => {
                 stopped += Duration::from_micros(done.stopped_us);
@@ -348,23 +359,17 @@ fn fork_all(source: &Runtime, newborn: &[Newborn]) -> Result<(Duration, Vec<u32>
     forked.map(|()| (stopped, pids))
 }
 
-/// In the order that the monitor wants: what it reads, what it writes.
-pub(super) fn monitor_ends(pipes: &Pipes) -> [BorrowedFd<'_>; 2] {
-    [pipes.stdin.read.as_fd(), pipes.stdout.write.as_fd()]
-}
-
 fn start_guest(
     runtime: &Runtime,
     client: &mut Client,
     machine: Machine,
     begin: Begin,
-    pipes: &Pipes,
+    ends: &[BorrowedFd<'_>],
 ) -> Result<(), Failure> {
     client.set_timeout(Some(WORK_WAIT)).map_err(io_failure("speak to the monitor in", &runtime.dir))?;
-    let ends = monitor_ends(pipes);
     let started = match begin {
-        Begin::Boot(kernel) => client.boot(machine, kernel, &ends),
-        Begin::Restore(from) => client.restore(machine, from, false, &ends),
+        Begin::Boot(kernel) => client.boot(machine, kernel, ends),
+        Begin::Restore(from) => client.restore(machine, from, false, ends),
     };
     started.map_err(|error| runtime.failure(error))
 }
@@ -375,10 +380,10 @@ pub(super) fn load(
     program: &[OsString],
     machine: Machine,
     from: PathBuf,
-    pipes: &Pipes,
+    ends: &[BorrowedFd<'_>],
 ) -> Result<(), Failure> {
     let mut client = runtime.start(program, u32::from(machine.vcpus))?;
-    start_guest(runtime, &mut client, machine, Begin::Restore(from), pipes)
+    start_guest(runtime, &mut client, machine, Begin::Restore(from), ends)
 }
 
 /// The guest runs, and it is written down that this runtime came to life.

@@ -15,6 +15,7 @@ mod guest;
 mod host;
 mod layout;
 mod lifecycle;
+mod network;
 mod runtime;
 mod sweep;
 #[cfg(test)]
@@ -43,6 +44,8 @@ use crate::model::{
 use crate::{Engine, host as any_host};
 pub use host::{Kvm, Unusable};
 use layout::Layout;
+use network::Link;
+pub use network::probe as probe_network;
 #[cfg(test)]
 use runtime::Meta;
 use runtime::{Runtime, WORK_WAIT};
@@ -72,6 +75,8 @@ pub(crate) struct Inner {
     monitor_program: Arc<[OsString]>,
     disks: guest::Disks,
     zygotes: zygote::Zygotes,
+    /// False: guests have no network card, and reach out through the agent's proxies alone.
+    cards: bool,
     platform: String,
     cpu_features: Vec<String>,
 }
@@ -102,6 +107,7 @@ impl Microvm {
             monitor_program: config.monitor.into(),
             disks: guest::Disks::default(),
             zygotes: zygote::Zygotes::default(),
+            cards: network_is_usable(),
             platform: host::platform(),
             cpu_features: any_host::cpu_features(),
         })))
@@ -118,10 +124,30 @@ impl Microvm {
         self.0.hierarchies.version()
     }
 
+    /// False: this host cannot give guests a network, and they reach out through the agent's proxies alone.
+    #[must_use]
+    pub fn network(&self) -> bool {
+        self.0.cards
+    }
+
     /// Parent of all its groups, relative to a hierarchy's mount point.
     #[must_use]
     pub fn group_parent(&self) -> PathBuf {
         self.0.layout.group_parent()
+    }
+}
+
+fn network_is_usable() -> bool {
+    match network::probe() {
+        Ok(()) => true,
+        Err((why, mend)) => {
+            tracing::warn!(
+                why,
+                mend,
+                "microVMs get no network card: only programs that use proxies reach out"
+            );
+            false
+        }
     }
 }
 
@@ -274,7 +300,9 @@ impl Engine for Microvm {
                 return Ok(());
             }
             let pipes = Pipes::new().map_err(io_failure("make the pipes of", &runtime.dir))?;
-            runtime.ask(WORK_WAIT, |client| client.carrier(&lifecycle::monitor_ends(&pipes)))?;
+            let link = Link::make(runtime.meta().is_some_and(|meta| meta.card))?;
+            runtime.ask(WORK_WAIT, |client| client.carrier(&link.monitor_ends(&pipes)))?;
+            link.serve(&keeper, true)?;
             keeper.attach(generation, Session::New, rules, pipes.for_keeper().map(AsFd::as_fd))?;
             // A sandbox that was held for a keeper that is gone is held no longer.
             runtime.change_meta(|meta| meta.held = false)

@@ -46,6 +46,9 @@ pub(super) struct Meta {
     pub disk: Disk,
     /// The agent that it was booted with.
     pub agent_digest: String,
+    /// The guest has a network card.
+    #[serde(default)]
+    pub card: bool,
     /// `None`: the monitor was not started to the end.
     pub process: Option<Process>,
     /// A boot, restore or fork came to its end.

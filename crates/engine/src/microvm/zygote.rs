@@ -15,6 +15,7 @@ use dormouse_types::{RuntimeId, Shape};
 use tokio::task::JoinHandle;
 
 use super::Inner;
+use super::network::Link;
 use super::runtime::Runtime;
 use crate::common::blocking;
 use crate::error::Failure;
@@ -132,16 +133,19 @@ impl Inner {
             let described = self.examine(snapshot)?;
             (described, names_in(snapshot))
         };
-        let meta = self.meta(shape, described.disk, described.agent_digest);
-        let machine = self.machine(shape, &meta.disk)?;
+        let meta = self.meta(shape, described.disk, described.agent_digest, described.card);
+        let machine = self.machine(&meta)?;
         let (made, program, snapshot) =
             (runtime.clone(), Arc::clone(&self.monitor_program), snapshot.to_owned());
+        let card = meta.card;
         blocking(move || {
             made.create(&meta)?;
             let names: Vec<&str> = files.iter().map(String::as_str).collect();
             let from = made.link_snapshot(&snapshot, &names)?;
             let pipes = Pipes::new().map_err(crate::common::io_failure("make the pipes of", &made.dir))?;
-            super::lifecycle::load(&made, &program, machine, from, &pipes)?;
+            // Its guest never runs: nobody serves its card's other side.
+            let link = Link::make(card)?;
+            super::lifecycle::load(&made, &program, machine, from, &link.monitor_ends(&pipes))?;
             Ok(pipes)
         })
         .await

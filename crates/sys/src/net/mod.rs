@@ -15,6 +15,7 @@
 //! Invariants: nothing is forwarded; nothing exists in the caller's own namespace, nor after the last descriptor is
 //! closed. The block 198.18.0.0/15 (RFC 2544) is nobody's: what a guest may reach never lies in it.
 
+mod ask;
 mod interface;
 mod route;
 mod steer;
@@ -29,6 +30,7 @@ use std::thread;
 
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, ipproto};
 
+pub use ask::ask_after_connections;
 use interface::Interface;
 
 /// The same for all guests: a fork must find the same network.

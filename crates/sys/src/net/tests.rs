@@ -142,18 +142,15 @@ fn names_are_asked_for_at_the_gateway() {
     server.join().unwrap();
 }
 
-/// As after a fork: the guest's side of a connection goes on in a network that does not know it.
-#[test]
-fn a_flow_that_is_unknown_is_reset() {
+/// A guest with one connection, that then has another network: as after a fork.
+fn with_guest_moved(then: impl FnOnce(TcpStream) + Send + 'static) {
     let (first, second) = (Network::new().unwrap(), Network::new().unwrap());
     let listener = listener(&first);
     let server = thread::spawn(move || listener.accept().unwrap());
-    let other = second.tap.try_clone().unwrap();
-    let host = first.tap.try_clone().unwrap();
+    let (before, after) = (first.tap.try_clone().unwrap(), second.tap.try_clone().unwrap());
     in_new_namespace(move || {
-        let card = Arc::new(guest_tap(CARD).unwrap());
+        let (card, before) = (Arc::new(guest_tap(CARD).unwrap()), Arc::new(before));
         set_up_card(CARD).unwrap();
-        let before = Arc::new(host);
         let (from, to) = (before.clone(), card.clone());
         thread::spawn(move || carry(&from, &to));
         let plugged = Arc::new(std::sync::Mutex::new(before));
@@ -165,18 +162,39 @@ fn a_flow_that_is_unknown_is_reset() {
                 rustix::io::write(&*to, &frame[..length]).unwrap();
             }
         });
-        let mut stream = connect("203.0.113.9:80").unwrap();
-        let _kept = server.join().unwrap();
-        let other = Arc::new(other);
-        let (from, to) = (other.clone(), card);
+        let stream = connect("203.0.113.9:80").unwrap();
+        let (mut other_end, _) = server.join().unwrap();
+        // In the network that knows it, a connection that is asked after goes on.
+        assert_eq!(ask_after_connections().unwrap(), 1);
+        other_end.write_all(b"x").unwrap();
+        (&stream).read_exact(&mut [0]).unwrap();
+        let after = Arc::new(after);
+        let (from, to) = (after.clone(), card);
         thread::spawn(move || carry(&from, &to));
-        *plugged.lock().unwrap() = other;
-        stream.write_all(b"still there?").unwrap();
-        let reset = stream.read(&mut [0; 8]).unwrap_err();
-        assert_eq!(reset.kind(), io::ErrorKind::ConnectionReset);
+        *plugged.lock().unwrap() = after;
+        then(stream);
     })
     .unwrap();
     drop(second);
+}
+
+#[test]
+fn a_flow_that_is_unknown_is_reset() {
+    with_guest_moved(|mut stream| {
+        stream.write_all(b"still there?").unwrap();
+        let reset = stream.read(&mut [0; 8]).unwrap_err();
+        assert_eq!(reset.kind(), io::ErrorKind::ConnectionReset);
+    });
+}
+
+#[test]
+fn who_only_reads_learns_of_it_when_it_is_asked_after() {
+    with_guest_moved(|mut stream| {
+        assert_eq!(ask_after_connections().unwrap(), 1);
+        let reset = stream.read(&mut [0; 8]).unwrap_err();
+        assert_eq!(reset.kind(), io::ErrorKind::ConnectionReset);
+        assert_eq!(ask_after_connections().unwrap(), 0);
+    });
 }
 
 #[test]

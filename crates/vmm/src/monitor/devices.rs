@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use dormouse_snapshot::devices::virtio::{DeviceState, VirtioState};
+use dormouse_sys::net::GUEST_MAC;
 
 use super::disks::{Disks, SharedDisk};
 use super::guest::HostSide;
@@ -18,8 +19,6 @@ use crate::virtio::{
 
 /// Where clients of the guest's vsock ports connect, in the monitor's folder.
 const VSOCK_SOCKET: &str = "vsock.sock";
-/// Every guest's own: each has a network of its own, and a fork must not find another card.
-const MAC: [u8; 6] = [0x02, 0, 0, 0, 0, 0x01];
 
 #[derive(Debug, thiserror::Error)]
 pub enum DevicesError {
@@ -138,7 +137,7 @@ fn balloon(slot: usize, saved: &[VirtioState]) -> Result<Balloon, DevicesError> 
 
 fn net(slot: usize, tap: OwnedFd, saved: &[VirtioState]) -> Result<Net, DevicesError> {
     match saved.get(slot).map(|saved| &saved.device) {
-        None => Net::new(tap, MAC).map_err(DevicesError::Net),
+        None => Net::new(tap, GUEST_MAC).map_err(DevicesError::Net),
         Some(DeviceState::Net(state)) => Net::restore(state, tap).map_err(DevicesError::Net),
         Some(_) => Err(DevicesError::Kind(slot)),
     }

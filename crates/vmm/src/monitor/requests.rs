@@ -15,7 +15,7 @@ use crate::control::{
 };
 use crate::layers::{CHAIN_MAX, Layer};
 use crate::pager::PagerError;
-use crate::virtio::Vsock;
+use crate::virtio::{Net, Vsock};
 
 /// Snapshots written at once; more are refused.
 const SCRIBES_MAX: usize = 4;
@@ -168,15 +168,16 @@ impl Monitor {
 
     fn carrier(&mut self, fds: Vec<OwnedFd>) -> Result<Answer, Refusal> {
         let mut fds = fds.into_iter();
-        let (input, output) = (fds.next(), fds.next());
-        let mut pipes = Some((input, output));
+        let mut pipes = Some((fds.next(), fds.next()));
+        let mut tap = fds.next();
         for endpoint in &self.guest()?.endpoints {
             let set = endpoint.with_device(|vsock: &mut Vsock, _| {
                 pipes.take().map_or(Ok(()), |(input, output)| vsock.set_carrier(input, output))
             });
-            if let Some(set) = set {
-                set?;
-            }
+            set.unwrap_or(Ok(()))?;
+            let set =
+                endpoint.with_device(|net: &mut Net, _| tap.take().map_or(Ok(()), |tap| net.set_tap(tap)));
+            set.unwrap_or(Ok(()))?;
         }
         Ok(Answer::Done {})
     }

@@ -81,9 +81,7 @@ impl Net {
     }
 
     fn with(tap: OwnedFd, set_offloads: Option<SetOffloads>, mac: [u8; 6]) -> io::Result<Self> {
-        use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-        let flags = fcntl_getfl(&tap)?;
-        fcntl_setfl(&tap, flags | OFlags::NONBLOCK)?;
+        set_nonblocking(&tap)?;
         let poller = Poller::new()?;
         poller.add(tap.as_fd(), 0)?;
         Ok(Self {
@@ -104,6 +102,19 @@ impl Net {
     /// The guest keeps its address; the tap is another one, with headers if the former had them.
     pub fn restore(state: &NetState, tap: OwnedFd) -> io::Result<Self> {
         Self::new(tap, state.mac)
+    }
+
+    /// Another tap of the same kind: the former one's network is gone, and what waits of it with it.
+    pub fn set_tap(&mut self, tap: OwnedFd) -> io::Result<()> {
+        if tap::has_headers(&tap)? != self.set_offloads.is_some() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a tap of another kind"));
+        }
+        set_nonblocking(&tap)?;
+        self.poller.remove(&self.tap);
+        self.poller.add(&tap, 0)?;
+        self.tap = tap;
+        (self.told_offloads, self.readable, self.held) = (false, true, 0);
+        Ok(())
     }
 
     /// Frames that were lost because one side could not take them.
@@ -245,6 +256,12 @@ impl Net {
         }
         Ok(0)
     }
+}
+
+fn set_nonblocking(tap: &OwnedFd) -> io::Result<()> {
+    use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+    let flags = fcntl_getfl(tap)?;
+    Ok(fcntl_setfl(tap, flags | OFlags::NONBLOCK)?)
 }
 
 impl VirtioDevice for Net {

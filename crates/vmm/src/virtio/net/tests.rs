@@ -241,6 +241,25 @@ fn a_restored_card_goes_on_over_another_tap() {
     assert_eq!(bench.driver.config(0), MAC);
 }
 
+/// As when the keeper was replaced under a running guest.
+#[test]
+fn another_tap_takes_the_place_of_the_former_one() {
+    let mut bench = bench();
+    bench.arrive(&[1; 60]);
+    let (tap, wire) = tap();
+    bench.driver.endpoint.with_device(|net: &mut Net, _| net.set_tap(tap).unwrap()).unwrap();
+    bench.wire = wire;
+    bench.refill(10);
+    bench.arrive(&[2; 60]);
+    assert_eq!(bench.received(), Some(vec![2; 60]), "what came of the former one is lost");
+    bench.transmit(&[3; 60]);
+    assert_eq!(bench.on_wire(), Some(vec![3; 60]));
+    // A guest that counts on headers cannot go on without.
+    let bench = bench_with_headers(u64::MAX);
+    let refused = bench.driver.endpoint.with_device(|net: &mut Net, _| net.set_tap(super::tests::tap().0));
+    assert!(refused.unwrap().is_err());
+}
+
 proptest! {
     #[test]
     fn every_frame_that_fits_arrives_once_and_in_order(
