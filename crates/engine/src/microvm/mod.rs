@@ -61,6 +61,8 @@ pub struct MicrovmConfig {
     pub monitor: Vec<OsString>,
     /// False: do as on a host without usable cgroups.
     pub cgroups: bool,
+    /// False: do as on a host that cannot give guests a network.
+    pub network: bool,
 }
 
 /// Clones share everything.
@@ -107,7 +109,7 @@ impl Microvm {
             monitor_program: config.monitor.into(),
             disks: guest::Disks::default(),
             zygotes: zygote::Zygotes::default(),
-            cards: network_is_usable(),
+            cards: config.network && network_is_usable(),
             platform: host::platform(),
             cpu_features: any_host::cpu_features(),
         })))

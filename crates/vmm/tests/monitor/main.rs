@@ -4,6 +4,7 @@
 //! Beside the tests: `live` (a real kernel) and `measure`.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod card;
 mod lazy;
 mod live;
 mod measure;
@@ -30,6 +31,7 @@ const TESTS: &[Test] = &[
     ),
     ("a_hundred_children_go_on_from_one_instant", a_hundred_children_go_on_from_one_instant),
     ("a_device_that_gave_up_ends_the_monitor", a_device_that_gave_up_ends_the_monitor),
+    ("a_card_goes_from_tap_to_tap", card::a_card_goes_from_tap_to_tap),
     ("a_checkpoint_is_restored_where_it_was", a_checkpoint_is_restored_where_it_was),
     ("incremental_checkpoints_write_what_changed", incremental_checkpoints_write_what_changed),
     ("checkpoint_after_checkpoint_writes_what_changed", checkpoint_after_checkpoint_writes_what_changed),

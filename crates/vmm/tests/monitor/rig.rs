@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use dormouse_sys::net::Network;
 use dormouse_vmm::control::{Client, Forked, Kernel, Machine};
 
 /// Anything that takes longer has failed.
@@ -33,13 +34,21 @@ pub struct Rig {
     pids: Vec<u32>,
     /// The engine's ends of all carriers.
     carriers: Vec<(OwnedFd, OwnedFd)>,
+    networks: Vec<Network>,
     made: usize,
 }
 
 impl Rig {
     pub fn new() -> Self {
         let root = tempfile::tempdir().expect("a folder for the test");
-        Self { root, children: Vec::new(), pids: Vec::new(), carriers: Vec::new(), made: 0 }
+        Self {
+            root,
+            children: Vec::new(),
+            pids: Vec::new(),
+            carriers: Vec::new(),
+            networks: Vec::new(),
+            made: 0,
+        }
     }
 
     pub fn folder(&mut self) -> PathBuf {
@@ -62,6 +71,17 @@ impl Rig {
         let (input, output) = (rustix::pipe::pipe().expect("a pipe"), rustix::pipe::pipe().expect("a pipe"));
         self.carriers.push((input.1, output.0));
         [input.0, output.1]
+    }
+
+    /// A whole set of a monitor's ends: a new carrier and, where the machine has a card, a new network's tap.
+    pub fn ends(&mut self, net: bool) -> Vec<OwnedFd> {
+        let mut ends = Vec::from(self.carrier());
+        if net {
+            let network = Network::new().expect("a network");
+            ends.push(network.tap.try_clone().expect("another handle"));
+            self.networks.push(network);
+        }
+        ends
     }
 
     /// Sends bytes through the carrier that was made as the `number`th, to a guest that sends back what it gets.
@@ -112,8 +132,9 @@ impl Rig {
     /// A running guest.
     pub fn boot(&mut self, machine: &Machine, kernel: &Kernel) -> (PathBuf, Client) {
         let (dir, mut client) = self.start();
-        let [input, output] = self.carrier();
-        client.boot(machine.clone(), kernel.clone(), &[input.as_fd(), output.as_fd()]).expect("a boot");
+        let ends = self.ends(machine.net);
+        let fds: Vec<_> = ends.iter().map(AsFd::as_fd).collect();
+        client.boot(machine.clone(), kernel.clone(), &fds).expect("a boot");
         (dir, client)
     }
 
@@ -124,16 +145,20 @@ impl Rig {
 
     pub fn restore_by(&mut self, machine: &Machine, from: &Path, lazy: bool) -> (PathBuf, Client) {
         let (dir, mut client) = self.start();
-        let [input, output] = self.carrier();
-        let fds = [input.as_fd(), output.as_fd()];
+        let ends = self.ends(machine.net);
+        let fds: Vec<_> = ends.iter().map(AsFd::as_fd).collect();
         client.restore(machine.clone(), from.to_owned(), lazy, &fds).expect("a restore");
         (dir, client)
     }
 
     /// Paused children.
     pub fn fork(&mut self, source: &mut Client, count: usize) -> (Vec<PathBuf>, Forked) {
+        self.fork_with(source, count, false)
+    }
+
+    pub fn fork_with(&mut self, source: &mut Client, count: usize, net: bool) -> (Vec<PathBuf>, Forked) {
         let dirs: Vec<PathBuf> = (0..count).map(|_| self.folder()).collect();
-        let fds: Vec<OwnedFd> = (0..count).flat_map(|_| self.carrier()).collect();
+        let fds: Vec<OwnedFd> = (0..count).flat_map(|_| self.ends(net)).collect();
         let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         let children = dirs.iter().cloned().map(|dir| dormouse_vmm::control::ForkChild { dir }).collect();
         let forked = source.fork(children, &fds).expect("a fork");

@@ -44,6 +44,7 @@ fn over(dir: &Path) -> Microvm {
         keeper: sleeper(),
         monitor: sleeper(),
         cgroups: true,
+        network: true,
     })
     .unwrap()
 }
