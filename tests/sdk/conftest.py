@@ -1,6 +1,7 @@
 """Drives a live daemon with the unmodified SDK; the daemon is named by E2B_API_URL, E2B_SANDBOX_URL and E2B_API_KEY."""
 
 import asyncio
+import json
 import os
 import time
 
@@ -12,6 +13,18 @@ def pytest_configure(config):
     for name in ("E2B_API_URL", "E2B_SANDBOX_URL", "E2B_API_KEY"):
         if not os.environ.get(name):
             raise pytest.UsageError(f"{name} is not set: these tests need a running daemon (see `dormouse env`)")
+
+
+def pytest_runtest_logreport(report):
+    """A line of JSON for each test, where somebody asks for it: name, outcome, reason, ms."""
+    path = os.environ.get("DORMOUSE_TEST_REPORT")
+    if not path or (report.when != "call" and report.outcome == "passed"):
+        return
+    outcome = {"passed": "pass", "failed": "fail", "skipped": "skip"}[report.outcome]
+    reason = "" if report.passed else report.longrepr[2] if report.skipped else report.longreprtext[-2000:]
+    line = {"name": report.nodeid, "outcome": outcome, "reason": reason, "ms": int(report.duration * 1000)}
+    with open(path, "a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ mod bench;
 mod demo;
 mod floors;
 mod lab;
+mod microvm;
 mod run;
 mod scenarios;
 mod sdk;
@@ -40,6 +41,9 @@ enum Command {
     Sdk(sdk::Args),
     /// Run a command in an emulated machine with hardware virtualisation
     Lab(lab::Args),
+    /// What `lab --test` runs where microVMs can run
+    #[command(hide = true)]
+    Suite(microvm::SuiteArgs),
     /// Check that crates only use crates of lower floors, and that ARCHITECTURE.md knows each
     Floors,
     /// Formatting, clippy with warnings denied, floors, tidiness
@@ -54,6 +58,7 @@ fn main() -> ExitCode {
         Command::Scenarios(args) => scenarios::run(&args),
         Command::Sdk(args) => sdk::run(&args),
         Command::Lab(args) => return end(lab::run(&args)),
+        Command::Suite(args) => microvm::suite(&args),
         Command::Floors => floors::run(),
         Command::Lint => test::lint(),
     };

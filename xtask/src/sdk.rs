@@ -1,6 +1,7 @@
 //! `cargo xtask sdk`: the unmodified E2B SDK, of two versions, against a live daemon.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, bail};
 
@@ -54,27 +55,42 @@ pub fn all(binary: &Path, data_dir: &Path, versions: &[&str], pytest: &[String])
     for version in versions {
         let python = environment(version)?;
         println!("sdk: e2b {version}");
-        let mut command = run::command(&python, &["-m", "pytest", "-q", "--color=no", "tests/sdk"]);
-        command
-            .args(pytest)
-            .env("E2B_API_URL", format!("http://{}", server.listen))
-            .env("E2B_SANDBOX_URL", format!("http://{}", server.listen))
-            .env("E2B_API_KEY", &server.key)
-            .env("DORMOUSE_URL", format!("http://{}", server.listen))
-            .env("DORMOUSE_API_KEY", &server.key)
-            .env("DORMOUSE_BIN", &server.binary)
-            .env("DORMOUSE_DATA_DIR", &server.data_dir)
-            // Nothing of the machine's own settings may reach the SDK.
-            .env_remove("E2B_DOMAIN")
-            .env_remove("E2B_DEBUG");
-        counts.add(run::count(&mut command, is_summary)?);
+        if counts != Counts::default() {
+            // The last of the tests ended it.
+            server.replace()?;
+        }
+        counts.add(run::count(&mut self::pytest(&python, &server, pytest), is_summary)?);
     }
     server.stop()?;
     Ok(counts)
 }
 
+/// The tests against this daemon, ready to be run.
+pub fn pytest(python: &Path, server: &Server, more: &[String]) -> Command {
+    let mut command = run::command(python, &["-m", "pytest", "-q", "--color=no", "tests/sdk"]);
+    command
+        .args(more)
+        .env("E2B_API_URL", format!("http://{}", server.listen))
+        .env("E2B_SANDBOX_URL", format!("http://{}", server.listen))
+        .env("E2B_API_KEY", &server.key)
+        .env("DORMOUSE_URL", format!("http://{}", server.listen))
+        .env("DORMOUSE_API_KEY", &server.key)
+        .env("DORMOUSE_PID", server.pid().unwrap_or_default().to_string())
+        .env("DORMOUSE_BIN", &server.binary)
+        .env("DORMOUSE_DATA_DIR", &server.data_dir)
+        // Nothing of the machine's own settings may reach the SDK.
+        .env_remove("E2B_DOMAIN")
+        .env_remove("E2B_DEBUG");
+    command
+}
+
+/// The folder of an environment, by its Python.
+pub fn environment_of(python: &Path) -> Option<PathBuf> {
+    python.parent()?.parent().map(Path::to_owned)
+}
+
 /// A virtual environment with this version of the SDK; made once.
-fn environment(version: &str) -> anyhow::Result<PathBuf> {
+pub fn environment(version: &str) -> anyhow::Result<PathBuf> {
     let folder = run::target().join("xtask").join(format!("e2b-{version}"));
     let python = folder.join("bin").join("python");
     let stamp = folder.join("ready");

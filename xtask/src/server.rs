@@ -22,6 +22,7 @@ pub struct Server {
     pub listen: String,
     pub key: String,
     log: PathBuf,
+    environment: Vec<(String, String)>,
     child: Option<Child>,
 }
 
@@ -34,6 +35,15 @@ pub struct Answer {
 impl Server {
     /// Starts a daemon on a free loopback port and waits until it is ready.
     pub fn start(binary: &Path, data_dir: &Path) -> anyhow::Result<Self> {
+        Self::start_with(binary, data_dir, &[])
+    }
+
+    /// The same with variables of its own.
+    pub fn start_with(
+        binary: &Path,
+        data_dir: &Path,
+        environment: &[(String, String)],
+    ) -> anyhow::Result<Self> {
         std::fs::create_dir_all(data_dir).with_context(|| format!("cannot make {}", data_dir.display()))?;
         let probe = TcpListener::bind("127.0.0.1:0").context("cannot find a free loopback port")?;
         let listen = probe.local_addr()?.to_string();
@@ -44,6 +54,7 @@ impl Server {
             listen,
             key: String::new(),
             log: data_dir.join("serve.log"),
+            environment: environment.to_vec(),
             child: None,
         };
         server.spawn()?;
@@ -63,6 +74,7 @@ impl Server {
         let child = Command::new(&self.binary)
             .args(["serve", "--listen", &self.listen, "--data-dir"])
             .arg(&self.data_dir)
+            .envs(self.environment.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
@@ -80,6 +92,12 @@ impl Server {
             std::thread::sleep(POLL);
         }
         Ok(began.elapsed())
+    }
+
+    /// Another daemon on the same address, whatever became of this one.
+    pub fn replace(&mut self) -> anyhow::Result<()> {
+        self.kill_9()?;
+        self.spawn().map(drop)
     }
 
     pub fn pid(&self) -> Option<u32> {

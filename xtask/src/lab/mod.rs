@@ -12,11 +12,15 @@ mod inside;
 mod machine;
 mod needs;
 
+pub use image::link;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::bail;
+
+use crate::microvm::{self, Chosen};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -38,6 +42,11 @@ pub struct Args {
     /// A variable for the command; may be given several times
     #[arg(long = "env", value_name = "NAME=VALUE")]
     env: Vec<String>,
+    /// Run the tests of the engine microvm: here where it can, in the lab where it cannot
+    #[arg(long, conflicts_with_all = ["command", "with", "env"])]
+    test: bool,
+    #[command(flatten)]
+    chosen: Chosen,
     /// Show what the lab's kernel says
     #[arg(long)]
     console: bool,
@@ -63,6 +72,23 @@ pub fn run_job(job: &Job) -> anyhow::Result<u8> {
     machine::run(&image::ensure()?, job)
 }
 
+/// Installs the programs that make file systems and disks.
+pub fn host_needs() -> anyhow::Result<()> {
+    needs::files(true).map(drop)
+}
+
+fn test(args: &Args) -> anyhow::Result<ExitCode> {
+    let tested = microvm::test(&args.chosen)?;
+    microvm::print(&tested);
+    if let Some(out) = &args.out {
+        std::fs::create_dir_all(out)?;
+        std::fs::write(out.join("tests.json"), serde_json::to_string_pretty(&tested)?)?;
+    }
+    let counts = microvm::counts(&tested)?;
+    println!("{} passed, {} failed, {} skipped", counts.passed, counts.failed, counts.skipped);
+    Ok(if counts.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if args.no_install {
         if !(needs::all(false)? && image::is_there()) {
@@ -70,6 +96,9 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
         println!("nothing is missing");
         return Ok(ExitCode::SUCCESS);
+    }
+    if args.test {
+        return test(args);
     }
     needs::all(true)?;
     let image = image::ensure()?;

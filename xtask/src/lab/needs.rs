@@ -7,13 +7,16 @@ const QEMU: &str = "p='qemu-system-x86'; if dpkg-query -W qemu-utils >/dev/null 
      if grep -q '^VERSION_CODENAME=bookworm' /etc/os-release; then p=$(echo $p | sed 's,[^ ]*,&/bookworm,g'); fi; \
      DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends --allow-downgrades $p";
 
-const NEEDS: &[Need] = &[
-    Need {
-        what: "qemu-system-x86",
-        why: "its software CPU emulates the hardware virtualisation that this host may not have",
-        probe: &["qemu-system-x86_64", "--version"],
-        mend: &["sh", "-c", QEMU],
-    },
+/// What emulates.
+const MACHINE: &[Need] = &[Need {
+    what: "qemu-system-x86",
+    why: "its software CPU emulates the hardware virtualisation that this host may not have",
+    probe: &["qemu-system-x86_64", "--version"],
+    mend: &["sh", "-c", QEMU],
+}];
+
+/// What makes file systems.
+const FILES: &[Need] = &[
     Need {
         what: "mmdebstrap",
         why: "it builds the lab's file system from Debian packages",
@@ -30,5 +33,10 @@ const NEEDS: &[Need] = &[
 
 /// True: all is there. Without `install` it only tells.
 pub fn all(install: bool) -> anyhow::Result<bool> {
-    tools::meet(NEEDS, install)
+    Ok(tools::meet(MACHINE, install)? & files(install)?)
+}
+
+/// The same for what a machine that runs microVMs by itself needs, too.
+pub fn files(install: bool) -> anyhow::Result<bool> {
+    tools::meet(FILES, install)
 }
