@@ -36,7 +36,7 @@ impl Sandbox {
             request["templateID"] = json!("base");
         }
         if request.get("timeout").is_none() {
-            request["timeout"] = json!(600);
+            request["timeout"] = json!(3600);
         }
         let answer = http.api(Method::POST, "/v2/sandboxes", Some(request)).await?.expect(201)?;
         Self::of(http, &answer.json()?)
@@ -84,7 +84,7 @@ impl Sandbox {
 
     pub async fn connect_answer(&self) -> Result<Answer> {
         let path = format!("/v2/sandboxes/{}/connect", self.id);
-        self.http.api(Method::POST, &path, Some(json!({"timeout": 600}))).await
+        self.http.api(Method::POST, &path, Some(json!({"timeout": 3600}))).await
     }
 
     /// Resumes it; the id and the token must stay what they were.
@@ -111,7 +111,7 @@ impl Sandbox {
     }
 
     pub async fn fork(&self, count: u32) -> Result<Vec<Self>> {
-        let body = json!({"count": count, "timeout": 600});
+        let body = json!({"count": count, "timeout": 3600});
         let answer = self.call(Method::POST, "/fork", Some(body)).await?.expect(201)?.json()?;
         let forks = answer.as_array().context("the answer is not a list")?;
         ensure!(forks.len() == count as usize, "{} forks in place of {count}", forks.len());
