@@ -65,6 +65,17 @@ pub fn all(binary: &Path, data_dir: &Path, versions: &[&str], pytest: &[String])
     Ok(counts)
 }
 
+/// The environment's interpreter; where that is not (it was made on another machine), this machine's own with the
+/// environment's packages.
+pub fn interpreter(python: &Path) -> anyhow::Result<(PathBuf, Option<PathBuf>)> {
+    if python.exists() {
+        return Ok((python.to_owned(), None));
+    }
+    let folder = environment_of(python).context("the environment has no folder")?.join("lib");
+    let version = std::fs::read_dir(&folder)?.next().context("the environment has no packages")??;
+    Ok((PathBuf::from("python3"), Some(version.path().join("site-packages"))))
+}
+
 /// The tests against this daemon, ready to be run.
 pub fn pytest(python: &Path, server: &Server, more: &[String]) -> Command {
     let mut command = run::command(python, &["-m", "pytest", "-q", "--color=no", "tests/sdk"]);

@@ -114,7 +114,9 @@ fn the_sdk(prepared: &Prepared, chosen: &Chosen, report: &mut Report) -> anyhow:
     }
     let environment = [("DORMOUSE_ENGINE".to_owned(), EngineKind::Microvm.to_string())];
     let mut server = Server::start_with(&prepared.binary, &prepared.data_dir, &environment)?;
-    let mut command = sdk::pytest(python, &server, &pytest);
+    let (interpreter, packages) = sdk::interpreter(python)?;
+    let mut command = sdk::pytest(&interpreter, &server, &pytest);
+    command.envs(packages.map(|packages| ("PYTHONPATH", packages)));
     command.env("DORMOUSE_TEST_REPORT", lines.path());
     let status = command.status().context("cannot start pytest")?;
     let text = std::fs::read_to_string(lines.path())?;

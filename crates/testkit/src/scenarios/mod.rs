@@ -87,7 +87,12 @@ const ALL: &[(&str, Option<&str>)] = &[
     ("S31", None),
     ("S32", None),
     ("S33", None),
-    ("S34", Some("no engine has a lazy pager yet: memory comes by the host kernel's own page faults")),
+    (
+        "S34",
+        Some(
+            "no engine restores by the pager yet: test of crate vmm, `without_its_pager_a_monitor_ends_with_the_reason`",
+        ),
+    ),
     ("S35", Some("one release so far: no older snapshot")),
     ("S36", None),
     ("S37", Some("one release so far: no older agent")),
