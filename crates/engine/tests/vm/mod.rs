@@ -308,6 +308,7 @@ async fn open(dir: &Path) -> Microvm {
         keeper: vec![binary.clone(), "keeper".into()],
         monitor: vec![binary, "monitor".into(), "--within".into(), within],
         cgroups: true,
+        network: false,
     };
     Microvm::open(config).await.unwrap()
 }
