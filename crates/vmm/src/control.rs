@@ -29,6 +29,9 @@ use frame::{Inbox, Progress, encode, send};
 pub const SOCKET: &str = "monitor.sock";
 /// Why the monitor ended, in its folder: an [`Exit`].
 pub const EXIT_FILE: &str = "exit.json";
+/// Which pages a lazy restore touched first: in the monitor's folder once it is known, and for the next restore in the
+/// snapshot's.
+pub const WORKING_SET: &str = "working-set";
 pub const PROTOCOL_VERSION: u32 = 1;
 pub const FRAME_BYTES_MAX: usize = 256 << 10;
 /// What one SCM_RIGHTS message can hold (SCM_MAX_FD, unix(7)).

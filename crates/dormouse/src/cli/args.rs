@@ -186,6 +186,9 @@ pub struct ServeArgs {
     /// where there is hardware virtualisation, else gvisor
     #[arg(long, env = "DORMOUSE_ENGINE", default_value = "auto", value_name = "auto|gvisor|microvm")]
     pub engine: EngineChoice,
+    /// Bring a microVM's memory when it touches it (userfaultfd), and not by mapping the snapshot's files
+    #[arg(long, env = "DORMOUSE_LAZY_RESTORE")]
+    pub lazy_restore: bool,
 }
 
 /// Which engine comes first.
@@ -466,6 +469,7 @@ impl ServeArgs {
             idle: IdlePolicy { freeze_after_s: self.idle_freeze, disk_after_s: self.idle_disk },
             pool: self.pool,
             runsc: self.runsc,
+            lazy_restore: self.lazy_restore,
             engine: self.engine,
             ..ServeConfig::new(data_dir, self.listen)
         }

@@ -84,6 +84,7 @@ async fn open_microvm(config: &ServeConfig, agent: &AgentFile, program: &OsStr) 
         monitor: monitor_program(program, &config.data_dir),
         cgroups: true,
         network: std::env::var_os(NETWORK).is_some_and(|value| value == "on"),
+        lazy_restore: config.lazy_restore,
     });
     Ok(Arc::new(engine.await?))
 }

@@ -54,6 +54,8 @@ pub struct ServeConfig {
     /// The runsc executable; `None`: found in PATH.
     pub runsc: Option<PathBuf>,
     pub engine: EngineChoice,
+    /// MicroVMs' memory is brought when they touch it.
+    pub lazy_restore: bool,
 }
 
 impl ServeConfig {
@@ -68,6 +70,7 @@ impl ServeConfig {
             pool: None,
             runsc: None,
             engine: EngineChoice::Auto,
+            lazy_restore: false,
         }
     }
 }

@@ -29,6 +29,9 @@ use crate::error::Failure;
 use crate::keepers::{Keeper, Pipes};
 use crate::model::{BootSpec, ForkChild, RestoreSpec, Restored};
 
+/// A pager has noted by then what is touched first.
+const WORKING_SET_WAIT: Duration = Duration::from_secs(15);
+
 /// Whose pipes the keeper gets, and under which rules.
 struct Binding {
     keeper: Keeper,
@@ -40,8 +43,11 @@ struct Binding {
 /// How a monitor that was just started comes to its guest.
 enum Begin {
     Boot(Kernel),
-    /// From the files in its own folder.
-    Restore(PathBuf),
+    /// From the files in its own folder. `lazy`: by a pager.
+    Restore {
+        from: PathBuf,
+        lazy: bool,
+    },
 }
 
 impl Inner {
@@ -89,17 +95,26 @@ impl Inner {
         let (inner, snapshot) = (Arc::clone(self), spec.snapshot_dir.clone());
         let described = blocking(move || inner.examine(&snapshot)).await?;
         let meta = self.meta(spec.manifest.shape, described.disk, described.agent_digest, described.card);
+        let lazy = self.lazy_restore;
+        let (learned, snapshot) = (runtime.clone(), spec.snapshot_dir.clone());
         let begun = async {
             let made = runtime.clone();
             let from = blocking(move || {
                 made.create(&meta)?;
-                Ok((made.link_snapshot(&spec.snapshot_dir, &names(&spec.manifest))?, meta))
+                let from = made.link_snapshot(&spec.snapshot_dir, &names(&spec.manifest))?;
+                if lazy {
+                    made.link_working_set(&spec.snapshot_dir, &from);
+                }
+                Ok((from, meta))
             });
             let (from, meta) = from.await?;
-            self.begin_made(&runtime, meta, Begin::Restore(from), binding).await
+            self.begin_made(&runtime, meta, Begin::Restore { from, lazy }, binding).await
         };
         let begun = begun.await;
         let session = self.undo_if_failed(begun, &spec.sandbox, runtime).await?;
+        if lazy {
+            keep_working_set(learned, snapshot);
+        }
         Ok(Restored { session, from_pool: false })
     }
 
@@ -359,6 +374,19 @@ fn fork_all(source: &Runtime, newborn: &[Newborn]) -> Result<(Duration, Vec<u32>
     forked.map(|()| (stopped, pids))
 }
 
+/// What a lazy restore touched first goes to the snapshot, for the next one. Best effort: whatever ends before it is known
+/// leaves the next restore as slow as this one.
+fn keep_working_set(runtime: Runtime, snapshot: PathBuf) {
+    tokio::spawn(async move {
+        tokio::time::sleep(WORKING_SET_WAIT).await;
+        let name = runtime.id.clone();
+        let kept = blocking(move || runtime.give_working_set(&snapshot)).await;
+        if let Err(error) = kept {
+            tracing::debug!(runtime = %name, %error, "what was touched first is not kept");
+        }
+    });
+}
+
 fn start_guest(
     runtime: &Runtime,
     client: &mut Client,
@@ -369,7 +397,7 @@ fn start_guest(
     client.set_timeout(Some(WORK_WAIT)).map_err(io_failure("speak to the monitor in", &runtime.dir))?;
     let started = match begin {
         Begin::Boot(kernel) => client.boot(machine, kernel, ends),
-        Begin::Restore(from) => client.restore(machine, from, false, ends),
+        Begin::Restore { from, lazy } => client.restore(machine, from, lazy, ends),
     };
     started.map_err(|error| runtime.failure(error))
 }
@@ -383,7 +411,7 @@ pub(super) fn load(
     ends: &[BorrowedFd<'_>],
 ) -> Result<(), Failure> {
     let mut client = runtime.start(program, u32::from(machine.vcpus))?;
-    start_guest(runtime, &mut client, machine, Begin::Restore(from), ends)
+    start_guest(runtime, &mut client, machine, Begin::Restore { from, lazy: false }, ends)
 }
 
 /// The guest runs, and it is written down that this runtime came to life.

@@ -63,6 +63,8 @@ pub struct MicrovmConfig {
     pub cgroups: bool,
     /// False: do as on a host that cannot give guests a network.
     pub network: bool,
+    /// True: memory is brought when the guest touches it, and not mapped from the snapshot's files.
+    pub lazy_restore: bool,
 }
 
 /// Clones share everything.
@@ -79,6 +81,7 @@ pub(crate) struct Inner {
     zygotes: zygote::Zygotes,
     /// False: guests have no network card, and reach out through the agent's proxies alone.
     cards: bool,
+    lazy_restore: bool,
     platform: String,
     cpu_features: Vec<String>,
 }
@@ -110,6 +113,7 @@ impl Microvm {
             disks: guest::Disks::default(),
             zygotes: zygote::Zygotes::default(),
             cards: config.network && network_is_usable(),
+            lazy_restore: config.lazy_restore,
             platform: host::platform(),
             cpu_features: any_host::cpu_features(),
         })))

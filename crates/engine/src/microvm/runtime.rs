@@ -14,7 +14,9 @@ use std::time::Duration;
 use dormouse_sys::cgroup::{Group, Limits};
 use dormouse_sys::process::{self, Identity, PidFd};
 use dormouse_types::{RuntimeId, Shape};
-use dormouse_vmm::control::{Client, ClientError, EXIT_FILE, Exit, PROTOCOL_VERSION, SOCKET, State};
+use dormouse_vmm::control::{
+    Client, ClientError, EXIT_FILE, Exit, PROTOCOL_VERSION, SOCKET, State, WORKING_SET,
+};
 use rustix::fs::SeekFrom;
 use serde::{Deserialize, Serialize};
 
@@ -119,6 +121,23 @@ impl Runtime {
             }
         }
         Ok(from)
+    }
+
+    /// What the snapshot's restores touch first, if that is known: it came after the snapshot's manifest.
+    pub fn link_working_set(&self, snapshot: &Path, from: &Path) {
+        // It may not be there, or on another file system: it is a hint.
+        let _ = std::fs::hard_link(snapshot.join(WORKING_SET), from.join(WORKING_SET));
+    }
+
+    /// Gives the snapshot what its monitor found out about it, unless it knew that already.
+    pub fn give_working_set(&self, snapshot: &Path) -> Result<(), Failure> {
+        let (own, theirs) = (self.dir.join(WORKING_SET), snapshot.join(WORKING_SET));
+        match std::fs::hard_link(&own, &theirs) {
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::AlreadyExists) => {
+                Ok(())
+            }
+            other => other.map_err(io_failure("keep the working set in", snapshot)),
+        }
     }
 
     /// Starts the monitor; it has no guest yet.

@@ -309,6 +309,7 @@ async fn open(dir: &Path) -> Microvm {
         monitor: vec![binary, "monitor".into(), "--within".into(), within],
         cgroups: true,
         network: false,
+        lazy_restore: false,
     };
     Microvm::open(config).await.unwrap()
 }

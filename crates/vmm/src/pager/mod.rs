@@ -35,6 +35,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use self::serve::{End, Record, Server};
 use self::uffd::Userfault;
 pub use self::uffd::open_device;
+use crate::control::WORKING_SET;
 use crate::layers::PAGE_BYTES;
 use crate::layers::memory::{Base, size};
 use crate::memory::GuestMemory;
@@ -46,8 +47,6 @@ const CHUNK_BYTES: u64 = 64 << 10;
 const FILL: u8 = b'f';
 /// What it says at its end when all memory is there.
 const COMPLETE: &[u8] = b"complete";
-/// Which pages were touched first: in the folder of a snapshot, and of the monitor that found out.
-pub const WORKING_SET: &str = "working-set";
 
 #[derive(Debug, thiserror::Error)]
 pub enum PagerError {

@@ -1,11 +1,15 @@
 //! Restores by the pager. They need /dev/userfaultfd, and the right to open it.
+//!
+//! With a real kernel, where KVM can run one: `monitor live-lazy KERNEL INITRAMFS`. The guest's init fills memory, checks
+//! it again and again, and writes `tick N` to the serial port, or `FAIL`; with `rebootnow` on its command line it
+//! reboots after a few.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use dormouse_snapshot::WorkingSet;
-use dormouse_vmm::control::{Client, ExitReason};
+use dormouse_vmm::control::{Client, ExitReason, Kernel};
 use rustix::fs::SeekFrom;
 
 use crate::rig::{Rig, connect, machine, serial, wait_for};
@@ -47,6 +51,12 @@ fn pager_of(client: &mut Client) -> Option<u32> {
         .flatten()
         .filter_map(|entry| entry.file_name().into_string().ok());
     names.filter_map(|name| name.parse().ok()).find(is_pager)
+}
+
+fn kill_pager(client: &mut Client) {
+    let pager = i32::try_from(pager_of(client).unwrap()).unwrap();
+    let pager = rustix::process::Pid::from_raw(pager).unwrap();
+    rustix::process::kill_process(pager, rustix::process::Signal::KILL).unwrap();
 }
 
 pub fn lazily_restored_memory_is_the_same() {
@@ -150,9 +160,7 @@ pub fn without_its_pager_a_monitor_ends_with_the_reason() {
             other.resume().unwrap();
             grow(&dir);
         }
-        let pager = i32::try_from(pager_of(&mut other).unwrap()).unwrap();
-        let pager = rustix::process::Pid::from_raw(pager).unwrap();
-        rustix::process::kill_process(pager, rustix::process::Signal::KILL).unwrap();
+        kill_pager(&mut other);
         let exit = exit_of(&dir);
         assert_eq!(exit.reason, ExitReason::HostFailed);
         assert_eq!(exit.message, "the pager ended before all memory was there: it was killed or crashed");
@@ -172,4 +180,58 @@ pub fn a_page_that_cannot_be_read_ends_the_monitor() {
     let exit = exit_of(&dir);
     assert_eq!(exit.reason, ExitReason::HostFailed);
     assert!(exit.message.contains("a page at 0x800000 cannot be read"), "{}", exit.message);
+}
+
+fn ticks(dir: &Path) -> usize {
+    let text = serial(dir);
+    assert!(!text.contains("FAIL") && !dir.join("exit.json").exists(), "{}: {text}", dir.display());
+    text.matches("\ntick ").count()
+}
+
+pub fn live(kernel: &str, initramfs: &str) {
+    const MEMORY_MIB: u32 = 256;
+    let mut rig = Rig::new();
+    let kernel = |words: &str| Kernel {
+        image: kernel.into(),
+        initramfs: Some(initramfs.into()),
+        cmdline_extra: words.to_owned(),
+    };
+    let (dir, mut client) = rig.boot(&machine(MEMORY_MIB), &kernel(""));
+    wait_for("the guest to tick", || (ticks(&dir) > 10).then_some(()));
+    let from = snapshot(&mut rig, &mut client);
+    client.stop().unwrap();
+    let expected = content(&from, 256);
+    for lazy in [false, true] {
+        let (_, mut other) = rig.restore_by(&machine(MEMORY_MIB), &from, lazy);
+        let into = snapshot(&mut rig, &mut other);
+        assert!(content(&into, 256) == expected, "lazy: {lazy}");
+        other.stop().unwrap();
+    }
+    println!("memory is the same, mapped and by the pager");
+    for (lazy, what) in
+        [(false, "mapped"), (true, "by the pager"), (true, "by the pager, ahead what was touched first")]
+    {
+        let since = std::time::Instant::now();
+        let (dir, mut other) = rig.restore_by(&machine(MEMORY_MIB), &from, lazy);
+        let restored = since.elapsed();
+        other.resume().unwrap();
+        wait_for("a tick", || (ticks(&dir) > 0).then_some(()));
+        println!("{what}: restored after {restored:.1?}, first tick after {:.1?}", since.elapsed());
+        wait_for("all memory to be checked", || serial(&dir).contains("\nall ").then_some(()));
+        println!("{what}: all memory checked by the guest after {:.1?}", since.elapsed());
+        let _ = snapshot(&mut rig, &mut other);
+        if lazy && !from.join("working-set").exists() {
+            std::fs::copy(dir.join("working-set"), from.join("working-set")).unwrap();
+        }
+        other.stop().unwrap();
+    }
+    let (dir, mut other) = rig.restore_by(&machine(MEMORY_MIB), &from, true);
+    other.resume().unwrap();
+    wait_for("a tick", || (ticks(&dir) > 0).then_some(()));
+    kill_pager(&mut other);
+    println!("without its pager: {:?}", exit_of(&dir));
+    let (dir, _client) = rig.boot(&machine(MEMORY_MIB), &kernel("rebootnow"));
+    let exit = exit_of(&dir);
+    assert_eq!(exit.reason, ExitReason::GuestReset, "{}", exit.message);
+    println!("a reboot: {exit:?}\nlive-lazy: all passed");
 }

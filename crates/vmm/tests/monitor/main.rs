@@ -1,7 +1,7 @@
 //! Whole monitors, as processes, with small real-mode guests: they run on any `/dev/kvm`, be it software.
 //!
 //! No harness: this executable is the monitor, too, and a monitor forks, which a harness's threads would not survive.
-//! Beside the tests: `live` (a real kernel) and `measure`.
+//! Beside the tests: `live` and `live-lazy` (a real kernel), and `measure`.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod card;
@@ -79,6 +79,12 @@ fn main() -> ExitCode {
         && mode == "live"
     {
         live::live(rest);
+        return ExitCode::SUCCESS;
+    }
+    if let [mode, kernel, initramfs] = &args[..]
+        && mode == "live-lazy"
+    {
+        lazy::live(kernel, initramfs);
         return ExitCode::SUCCESS;
     }
     if args.first().is_some_and(|mode| mode == "measure") {

@@ -45,6 +45,7 @@ fn over(dir: &Path) -> Microvm {
         monitor: sleeper(),
         cgroups: true,
         network: true,
+        lazy_restore: false,
     })
     .unwrap()
 }
@@ -346,6 +347,26 @@ async fn a_restored_sandbox_needs_its_snapshot_no_more() {
     assert_eq!(host.guest(&ids), Some(State::Running));
     std::fs::remove_dir_all(&snapshot.0).unwrap();
     assert_eq!(std::fs::read(host.runtime(&ids).dir.join("from/memory.0")).unwrap(), b"memory.0");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_restore_touched_first_is_the_snapshots() {
+    let host = host();
+    let source = host.booted().await;
+    let (snapshot, _) = host.snapshot(&source).await;
+    let runtime = host.runtime(&source);
+    runtime.give_working_set(&snapshot).unwrap();
+    assert!(!snapshot.join("working-set").exists(), "it is not known yet");
+    std::fs::write(runtime.dir.join("working-set"), "first").unwrap();
+    runtime.give_working_set(&snapshot).unwrap();
+    std::fs::write(runtime.dir.join("other"), "second").unwrap();
+    std::fs::rename(runtime.dir.join("other"), runtime.dir.join("working-set")).unwrap();
+    runtime.give_working_set(&snapshot).unwrap();
+    assert_eq!(std::fs::read(snapshot.join("working-set")).unwrap(), b"first");
+    runtime.link_working_set(&snapshot, &runtime.dir.join("nowhere"));
+    let from = host.folder("from");
+    runtime.link_working_set(&snapshot, &from);
+    assert_eq!(std::fs::read(from.join("working-set")).unwrap(), b"first");
 }
 
 #[tokio::test(flavor = "multi_thread")]
