@@ -54,7 +54,9 @@ fn pager_of(client: &mut Client) -> Option<u32> {
 }
 
 fn kill_pager(client: &mut Client) {
-    let pager = i32::try_from(pager_of(client).unwrap()).unwrap();
+    // It gives itself its name after it was forked off.
+    let pager = wait_for("the pager", || pager_of(client));
+    let pager = i32::try_from(pager).unwrap();
     let pager = rustix::process::Pid::from_raw(pager).unwrap();
     rustix::process::kill_process(pager, rustix::process::Signal::KILL).unwrap();
 }
@@ -67,7 +69,11 @@ pub fn lazily_restored_memory_is_the_same() {
     assert!(expected[MIB..49 * MIB].iter().all(|byte| *byte & 1 == 1), "it has what the guest has");
     for lazy in [false, true] {
         let (_, mut other) = rig.restore_by(&machine(64), &from, lazy);
-        assert_eq!(pager_of(&mut other).is_some(), lazy);
+        if lazy {
+            wait_for("the pager", || pager_of(&mut other));
+        } else {
+            assert_eq!(pager_of(&mut other), None);
+        }
         let into = rig.folder();
         let done = other.checkpoint(into.clone(), true).unwrap();
         assert!(content(&into, 64) == expected, "lazy: {lazy}");
