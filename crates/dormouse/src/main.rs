@@ -8,12 +8,11 @@ mod doctor;
 mod serve;
 mod setup;
 
-use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
 
-use cli::{Cli, CliError, Command, Context, ExitStatus, KeeperArgs, ServeArgs};
+use cli::{Cli, CliError, Command, Context, ExitStatus, KeeperArgs, MonitorArgs, ServeArgs};
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -21,7 +20,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Serve(args) => run_daemon(args, &context),
         Command::Keeper(args) => run_keeper(args),
-        Command::Monitor { dir, within } => run_monitor(&dir, &within),
+        Command::Monitor(args) => run_monitor(&args),
         command => run_command(command, &context),
     };
     match result {
@@ -68,9 +67,11 @@ fn run_keeper(args: KeeperArgs) -> Result<ExitStatus, CliError> {
 }
 
 /// No tokio: threads, and a process that forks.
-fn run_monitor(dir: &Path, within: &Path) -> Result<ExitStatus, CliError> {
+fn run_monitor(args: &MonitorArgs) -> Result<ExitStatus, CliError> {
     tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).init();
-    dormouse_vmm::monitor::run(dir, within).map_err(|error| CliError::failed(chain(&error)))?;
+    let user = args.uid.zip(args.gid).map(|(uid, gid)| dormouse_vmm::jail::User { uid, gid });
+    dormouse_vmm::monitor::run(&args.dir, &args.within, user)
+        .map_err(|error| CliError::failed(chain(&error)))?;
     Ok(ExitStatus::OK)
 }
 

@@ -37,7 +37,7 @@ pub(crate) fn group_parent(data_dir: &Path) -> PathBuf {
 }
 
 /// FNV-1a, 64 bits: stable over releases, which the standard library's hasher is not.
-fn fnv1a(bytes: &[u8]) -> u64 {
+pub(crate) fn fnv1a(bytes: &[u8]) -> u64 {
     bytes
         .iter()
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))

@@ -6,6 +6,7 @@
 #![allow(unsafe_code, reason = "handing memory to KVM has no safe form")]
 
 use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd};
 
 use kvm_bindings::{KVM_API_VERSION, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
@@ -44,6 +45,15 @@ pub fn open_kvm() -> Result<Kvm, VmError> {
         Some((_, name)) => Err(VmError::Capability(name)),
         None => Ok(kvm),
     }
+}
+
+/// A second handle of the same device.
+pub fn share_kvm(kvm: &Kvm) -> io::Result<Kvm> {
+    // SAFETY: the descriptor is open as long as `kvm` lives.
+    let device = unsafe { BorrowedFd::borrow_raw(kvm.as_raw_fd()) };
+    let own = device.try_clone_to_owned()?;
+    // SAFETY: a descriptor of `/dev/kvm` that was just made and is nobody else's.
+    Ok(unsafe { Kvm::from_raw_fd(own.into_raw_fd()) })
 }
 
 /// One virtual machine, with all of its memory and its interrupt controllers, and without vCPUs.

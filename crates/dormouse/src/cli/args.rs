@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{ArgAction, Args, Parser, Subcommand};
+use dormouse_engine::microvm::MonitorUsers;
 use dormouse_node::model::IdlePolicy;
 use dormouse_types::EngineKind;
 
@@ -141,13 +142,7 @@ pub enum Command {
     #[command(hide = true)]
     Keeper(KeeperArgs),
     #[command(hide = true)]
-    Monitor {
-        /// All that it may write to lies here
-        #[arg(long)]
-        within: PathBuf,
-        /// Its folder
-        dir: PathBuf,
-    },
+    Monitor(MonitorArgs),
     /// Print the OpenAPI document
     #[command(hide = true)]
     Openapi,
@@ -189,6 +184,10 @@ pub struct ServeArgs {
     /// Bring a microVM's memory when it touches it (userfaultfd), and not by mapping the snapshot's files
     #[arg(long, env = "DORMOUSE_LAZY_RESTORE")]
     pub lazy_restore: bool,
+    /// User and group ids that nobody else on this host has: the first one is the group of all microVMs' monitors, the
+    /// others are their users [default: 1879048192:268435454]
+    #[arg(long, env = "DORMOUSE_MONITOR_IDS", value_name = "FIRST:COUNT", value_parser = monitor_users)]
+    pub monitor_ids: Option<MonitorUsers>,
 }
 
 /// Which engine comes first.
@@ -216,6 +215,20 @@ pub struct KeeperArgs {
     pub dir: PathBuf,
     #[arg(long)]
     pub sandbox: dormouse_types::SandboxId,
+}
+
+#[derive(Args)]
+pub struct MonitorArgs {
+    /// All that it may read or write lies here
+    #[arg(long)]
+    pub within: PathBuf,
+    /// Whom it becomes, in a root folder and namespaces of its own
+    #[arg(long, requires = "gid")]
+    pub uid: Option<u32>,
+    #[arg(long, requires = "uid")]
+    pub gid: Option<u32>,
+    /// Its folder
+    pub dir: PathBuf,
 }
 
 #[derive(Subcommand)]
@@ -471,9 +484,21 @@ impl ServeArgs {
             runsc: self.runsc,
             lazy_restore: self.lazy_restore,
             engine: self.engine,
+            monitor_users: self.monitor_ids.unwrap_or_default(),
             ..ServeConfig::new(data_dir, self.listen)
         }
     }
+}
+
+fn monitor_users(given: &str) -> Result<MonitorUsers, String> {
+    let (first, count) = given.split_once(':').ok_or("it has no `:`")?;
+    let number = |text: &str| text.parse::<u32>().map_err(|error| format!("{text:?}: {error}"));
+    let (first, count) = (number(first)?, number(count)?);
+    let last = first.checked_add(count).filter(|last| *last < u32::MAX);
+    if first == 0 || count < 2 || last.is_none() {
+        return Err("it is to begin above 0, to hold 2 at least, and to end below 4294967295".to_owned());
+    }
+    Ok(MonitorUsers { first, count })
 }
 
 fn pair(given: &str) -> Result<(String, String), String> {

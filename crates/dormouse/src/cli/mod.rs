@@ -61,7 +61,7 @@ pub async fn run(command: Command, context: &Context) -> Result<ExitStatus, CliE
         Command::Doctor => doctor::run(context),
         Command::Setup(args) => setup::run(&args, context).await,
         Command::Openapi => output::raw(&dormouse_api::openapi::text()),
-        Command::Serve(_) | Command::Keeper(_) | Command::Monitor { .. } => {
+        Command::Serve(_) | Command::Keeper(_) | Command::Monitor(_) => {
             Err(CliError::usage("this command is run by main itself"))
         }
     }

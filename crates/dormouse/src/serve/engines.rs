@@ -82,6 +82,7 @@ async fn open_microvm(config: &ServeConfig, agent: &AgentFile, program: &OsStr) 
         agent: agent.clone(),
         keeper: vec![program.to_owned(), OsString::from("keeper")],
         monitor: monitor_program(program, &config.data_dir),
+        users: config.monitor_users,
         cgroups: true,
         network: std::env::var_os(NETWORK).is_some_and(|value| value == "on"),
         lazy_restore: config.lazy_restore,
@@ -89,7 +90,7 @@ async fn open_microvm(config: &ServeConfig, agent: &AgentFile, program: &OsStr) 
     Ok(Arc::new(engine.await?))
 }
 
-/// A monitor writes to the data folder only, as absolute as the engine names its files.
+/// A monitor reads and writes in the data folder only, as absolute as the engine names its files.
 fn monitor_program(program: &OsStr, data_dir: &Path) -> Vec<OsString> {
     let within = std::fs::canonicalize(data_dir).unwrap_or_else(|_| data_dir.to_owned());
     vec![program.to_owned(), "monitor".into(), "--within".into(), within.into()]

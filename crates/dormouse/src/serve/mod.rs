@@ -29,6 +29,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use dormouse_engine::EngineError;
+use dormouse_engine::microvm::MonitorUsers;
 use dormouse_node::OpenError;
 use dormouse_node::model::IdlePolicy;
 
@@ -56,6 +57,8 @@ pub struct ServeConfig {
     pub engine: EngineChoice,
     /// MicroVMs' memory is brought when they touch it.
     pub lazy_restore: bool,
+    /// Whom the monitors of microVMs run as.
+    pub monitor_users: MonitorUsers,
 }
 
 impl ServeConfig {
@@ -71,6 +74,7 @@ impl ServeConfig {
             runsc: None,
             engine: EngineChoice::Auto,
             lazy_restore: false,
+            monitor_users: MonitorUsers::default(),
         }
     }
 }

@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::Inner;
 use super::guest::Disk;
 use super::runtime::{Runtime, WORK_WAIT};
+use super::users;
 use crate::common::{blocking, io_failure};
 use crate::error::Failure;
 use crate::keepers::Keeper;
@@ -81,6 +82,7 @@ impl Inner {
             keeper: self.keeper(sandbox),
             after,
             into: into.to_owned(),
+            data_dir: self.layout.data().to_owned(),
         };
         blocking(move || {
             let captured = taken.take()?;
@@ -99,6 +101,7 @@ struct Taken {
     keeper: Keeper,
     after: After,
     into: PathBuf,
+    data_dir: PathBuf,
 }
 
 impl Taken {
@@ -138,7 +141,14 @@ impl Taken {
                 tracing::warn!(sandbox = %self.keeper.sandbox, %error, "a checkpoint is taken without a keeper");
             }
         }
-        self.runtime.ask(WORK_WAIT, |client| client.checkpoint(self.into.clone(), hold))
+        let user = self.runtime.meta().and_then(|meta| meta.user);
+        if let Some(user) = user {
+            users::let_pass_to(&self.data_dir, &self.into, user.gid)?;
+            users::lend(&self.into, user)?;
+        }
+        let done = self.runtime.ask(WORK_WAIT, |client| client.checkpoint(self.into.clone(), hold));
+        user.map_or(Ok(()), |user| users::take_back(&self.into, user))?;
+        done
     }
 }
 

@@ -1,7 +1,8 @@
 //! Where the driver keeps what on disk.
 //!
 //! ```text
-//! <data>/microvm/runtimes/<runtime>/  meta.json, monitor.sock, exit.json, logs, what the monitor writes
+//! <data>/microvm/meta/<runtime>.json  what the driver knows of it, out of its reach
+//! <data>/microvm/runtimes/<runtime>/  the monitor's own: monitor.sock, exit.json, logs, layers
 //!                                     from/: the snapshot it started from, as links
 //! <data>/microvm/zygotes/<runtime>/   the same, of a monitor that only makes others
 //! <data>/microvm/disks/               ext4 images of root file systems, made when first needed
@@ -16,6 +17,7 @@ use std::path::{Path, PathBuf};
 
 use dormouse_types::{RuntimeId, SandboxId};
 
+use super::users::{MonitorUsers, let_pass};
 use crate::common::{group_parent, io_failure};
 use crate::error::Failure;
 
@@ -28,19 +30,39 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Makes the folders.
-    pub fn open(data_dir: &Path) -> Result<Self, Failure> {
+    /// Makes the folders. Monitors that are users of their own may pass through some.
+    pub fn open(data_dir: &Path, users: Option<MonitorUsers>) -> Result<Self, Failure> {
         let data_dir =
             std::fs::canonicalize(data_dir).map_err(io_failure("open the data folder", data_dir))?;
         let layout = Self { data_dir };
-        for dir in [layout.runtimes(), layout.zygotes(), layout.disks(), layout.keepers()] {
-            std::fs::create_dir_all(&dir).map_err(io_failure("make the folder", &dir))?;
+        let shared = [layout.runtimes(), layout.zygotes(), layout.disks()];
+        for dir in shared.iter().chain(&[layout.keepers(), layout.metas()]) {
+            std::fs::create_dir_all(dir).map_err(io_failure("make the folder", dir))?;
         }
-        // Below it lie sockets that command a sandbox, and its memory.
-        let own = layout.own();
-        std::fs::set_permissions(&own, Permissions::from_mode(0o700))
-            .map_err(io_failure("close to others the folder", &own))?;
+        // Below them lie sockets that command a sandbox, and its memory.
+        for dir in shared.iter().chain(&[layout.own(), layout.keepers(), layout.metas()]) {
+            std::fs::set_permissions(dir, Permissions::from_mode(0o700))
+                .map_err(io_failure("close to others the folder", dir))?;
+        }
+        if let Some(users) = users {
+            let guest = Some(layout.guest()).filter(|dir| dir.is_dir());
+            for dir in shared.iter().chain(&[layout.own(), layout.data_dir.clone()]).chain(&guest) {
+                let_pass(dir, users.first)?;
+            }
+        }
         Ok(layout)
+    }
+
+    pub fn data(&self) -> &Path {
+        &self.data_dir
+    }
+
+    pub fn metas(&self) -> PathBuf {
+        self.own().join("meta")
+    }
+
+    pub fn meta(&self, id: &RuntimeId) -> PathBuf {
+        self.metas().join(format!("{id}.json"))
     }
 
     fn own(&self) -> PathBuf {

@@ -24,6 +24,7 @@ use super::checkpoint::Described;
 use super::guest::{self, Disk};
 use super::network::Link;
 use super::runtime::{Meta, Runtime, WORK_WAIT};
+use super::users;
 use crate::common::{blocking, io_failure};
 use crate::error::Failure;
 use crate::keepers::{Keeper, Pipes};
@@ -57,6 +58,7 @@ impl Inner {
             why: format!("a microVM has at most {} processors", control::VCPUS_MAX),
         })?;
         let layers = vec![self.layout.disks().join(&disk.name)];
+        self.let_read(&layers)?;
         Ok(Machine {
             vcpus,
             memory_mib: shape.memory_mib,
@@ -67,17 +69,25 @@ impl Inner {
         })
     }
 
+    /// Lets monitors read what they start guests from.
+    fn let_read(&self, files: &[PathBuf]) -> Result<(), Failure> {
+        let Some(users) = self.users else { return Ok(()) };
+        files.iter().try_for_each(|file| users::let_read(file, users.first))
+    }
+
     pub(super) async fn boot(self: &Arc<Self>, spec: BootSpec) -> Result<(), Failure> {
         let inner = Arc::clone(self);
         let (rootfs, shape) = (spec.rootfs.clone(), spec.shape);
         let prepare = move || {
             let kernel = guest::kernel(&inner.layout)?;
+            inner.let_read(std::slice::from_ref(&kernel.image))?;
+            inner.let_read(kernel.initramfs.as_slice())?;
             Ok((kernel, inner.disks.obtain(&inner.layout, &rootfs, shape)?))
         };
         let (kernel, disk) = blocking(prepare).await?;
-        let meta = self.meta(shape, disk, self.agent.digest.clone(), self.cards);
         let binding = self.binding(&spec.sandbox, spec.generation, Session::New, spec.egress);
         let runtime = self.runtime(&spec.runtime);
+        let meta = self.meta(&runtime, shape, disk, self.agent.digest.clone());
         let begun = self.begin(&runtime, meta, Begin::Boot(kernel), binding).await;
         self.undo_if_failed(begun, &spec.sandbox, runtime).await.map(drop)
     }
@@ -94,9 +104,10 @@ impl Inner {
         }
         let (inner, snapshot) = (Arc::clone(self), spec.snapshot_dir.clone());
         let described = blocking(move || inner.examine(&snapshot)).await?;
-        let meta = self.meta(spec.manifest.shape, described.disk, described.agent_digest, described.card);
         let lazy = self.lazy_restore;
         let (learned, snapshot) = (runtime.clone(), spec.snapshot_dir.clone());
+        let meta = self.meta(&runtime, spec.manifest.shape, described.disk, described.agent_digest);
+        let meta = Meta { card: described.card, ..meta };
         let begun = async {
             let made = runtime.clone();
             let from = blocking(move || {
@@ -125,8 +136,9 @@ impl Inner {
         Ok(described)
     }
 
-    pub(super) fn meta(&self, shape: Shape, disk: Disk, agent_digest: String, card: bool) -> Meta {
-        Meta { shape, disk, agent_digest, card, process: None, started: false, held: false }
+    pub(super) fn meta(&self, runtime: &Runtime, shape: Shape, disk: Disk, agent_digest: String) -> Meta {
+        let user = self.users.map(|users| users.of(&runtime.id));
+        Meta { shape, disk, agent_digest, card: self.cards, process: None, user, started: false, held: false }
     }
 
     fn binding(
@@ -201,7 +213,8 @@ impl Inner {
     ) -> Result<(Duration, Vec<Result<(), Failure>>), Failure> {
         let gone = || Failure::Exited { why: format!("there is no runtime {}", source.id) };
         let known = source.meta().ok_or_else(gone)?;
-        let meta = self.meta(known.shape, known.disk, known.agent_digest, known.card);
+        // A copy of its monitor is the same user.
+        let meta = Meta { process: None, started: false, held: false, ..known };
         let mut newborn = Vec::with_capacity(children.len());
         let mut failed = None;
         for child in children {

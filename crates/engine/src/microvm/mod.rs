@@ -20,6 +20,7 @@ mod runtime;
 mod sweep;
 #[cfg(test)]
 mod tests;
+mod users;
 mod zygote;
 
 use std::ffi::OsString;
@@ -49,6 +50,7 @@ pub use network::probe as probe_network;
 #[cfg(test)]
 use runtime::Meta;
 use runtime::{Runtime, WORK_WAIT};
+pub use users::MonitorUsers;
 
 #[derive(Debug, Clone)]
 pub struct MicrovmConfig {
@@ -57,8 +59,11 @@ pub struct MicrovmConfig {
     pub agent: AgentFile,
     /// The keeper's program and first arguments; `--dir DIR --sandbox ID` is added.
     pub keeper: Vec<OsString>,
-    /// The monitor's program and first arguments; its folder is added.
+    /// The monitor's program and first arguments; `--uid UID --gid GID`, where there is to be such a user, and its folder
+    /// are added.
     pub monitor: Vec<OsString>,
+    /// Whom monitors run as if the daemon is root.
+    pub users: MonitorUsers,
     /// False: do as on a host without usable cgroups.
     pub cgroups: bool,
     /// False: do as on a host that cannot give guests a network.
@@ -77,6 +82,8 @@ pub(crate) struct Inner {
     agent: AgentFile,
     keeper_program: Arc<[OsString]>,
     monitor_program: Arc<[OsString]>,
+    /// `None`: monitors run as the daemon does.
+    users: Option<MonitorUsers>,
     disks: guest::Disks,
     zygotes: zygote::Zygotes,
     /// False: guests have no network card, and reach out through the agent's proxies alone.
@@ -101,7 +108,13 @@ impl Microvm {
     }
 
     fn over(config: MicrovmConfig) -> Result<Self, Failure> {
-        let layout = Layout::open(&config.data_dir)?;
+        let users = Some(config.users).filter(|_| rustix::process::geteuid().is_root());
+        if users.is_none() {
+            tracing::warn!(
+                "the daemon is not root: monitors run as its user, and see what that user sees of the host"
+            );
+        }
+        let layout = Layout::open(&config.data_dir, users)?;
         let hierarchies =
             if config.cgroups { usable_groups(&layout.group_parent()) } else { Hierarchies::default() };
         Ok(Self(Arc::new(Inner {
@@ -110,6 +123,7 @@ impl Microvm {
             agent: config.agent,
             keeper_program: config.keeper.into(),
             monitor_program: config.monitor.into(),
+            users,
             disks: guest::Disks::default(),
             zygotes: zygote::Zygotes::default(),
             cards: config.network && network_is_usable(),
@@ -160,7 +174,7 @@ fn network_is_usable() -> bool {
 impl Inner {
     fn runtime(&self, id: &RuntimeId) -> Runtime {
         let group = self.hierarchies.group(&self.layout.group(id));
-        Runtime { id: id.clone(), dir: self.layout.runtime(id), group }
+        Runtime { id: id.clone(), dir: self.layout.runtime(id), meta_path: self.layout.meta(id), group }
     }
 
     fn zygote(&self, id: &RuntimeId) -> Runtime {

@@ -5,7 +5,7 @@
 
 use std::ffi::OsString;
 use std::fs::{DirBuilder, File};
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -21,11 +21,11 @@ use rustix::fs::SeekFrom;
 use serde::{Deserialize, Serialize};
 
 use super::guest::Disk;
+use super::users::{self, User};
 use crate::common::{identity, io_failure};
 use crate::error::Failure;
 use crate::model::{RuntimeState, Usage};
 
-const META: &str = "meta.json";
 const LOG: &str = "monitor.log";
 const SERIAL: &str = "serial.log";
 /// The snapshot that it started from, as links: it stays whole whatever becomes of the snapshot.
@@ -40,6 +40,7 @@ pub(super) const WORK_WAIT: Duration = Duration::from_secs(600);
 const KILL_WAIT: Duration = Duration::from_secs(20);
 const KILL_ROUNDS_MAX: usize = 20;
 const WORDS_MAX: usize = 600;
+const EXIT_BYTES_MAX: u64 = 64 << 10;
 
 /// What is written down about a runtime.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -53,6 +54,8 @@ pub(super) struct Meta {
     pub card: bool,
     /// `None`: the monitor was not started to the end.
     pub process: Option<Process>,
+    /// Whom it runs as; `None`: as the daemon.
+    pub user: Option<User>,
     /// A boot, restore or fork came to its end.
     pub started: bool,
     /// Its carrier is silent since a checkpoint that may be the last thing that becomes of it.
@@ -62,11 +65,12 @@ pub(super) struct Meta {
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub(super) struct Process(#[serde(with = "identity")] pub Identity);
 
-/// A monitor's folder and group; whether it lives is asked of the kernel each time.
+/// A monitor's folder, what is written down of it, and its group; whether it lives is asked of the kernel each time.
 #[derive(Debug, Clone)]
 pub(super) struct Runtime {
     pub id: RuntimeId,
     pub dir: PathBuf,
+    pub meta_path: PathBuf,
     pub group: Option<Group>,
 }
 
@@ -74,6 +78,7 @@ impl Runtime {
     /// Makes its folder, with what is known of it so far.
     pub fn create(&self, meta: &Meta) -> Result<(), Failure> {
         DirBuilder::new().mode(0o700).create(&self.dir).map_err(io_failure("make the folder", &self.dir))?;
+        meta.user.map_or(Ok(()), |user| users::lend(&self.dir, user))?;
         self.write_meta(meta)
     }
 
@@ -82,28 +87,29 @@ impl Runtime {
     }
 
     fn write_meta(&self, meta: &Meta) -> Result<(), Failure> {
-        let (path, temporary) = (self.dir.join(META), self.dir.join("meta.tmp"));
-        let bytes = serde_json::to_vec(meta).map_err(|error| io_failure("write", &path)(error.into()))?;
+        let (path, temporary) = (&self.meta_path, self.meta_path.with_extension("tmp"));
+        let bytes = serde_json::to_vec(meta).map_err(|error| io_failure("write", path)(error.into()))?;
         std::fs::write(&temporary, bytes).map_err(io_failure("write", &temporary))?;
-        std::fs::rename(&temporary, &path).map_err(io_failure("write", &path))
+        std::fs::rename(&temporary, path).map_err(io_failure("write", path))
     }
 
     pub fn change_meta(&self, change: impl FnOnce(&mut Meta)) -> Result<(), Failure> {
-        let path = self.dir.join(META);
-        let missing = || io_failure("read", &path)(io::Error::from(io::ErrorKind::NotFound));
+        let missing = || io_failure("read", &self.meta_path)(io::Error::from(io::ErrorKind::NotFound));
         let mut meta = self.meta().ok_or_else(missing)?;
         change(&mut meta);
         self.write_meta(&meta)
     }
 
     pub fn meta(&self) -> Option<Meta> {
-        serde_json::from_slice(&std::fs::read(self.dir.join(META)).ok()?).ok()
+        serde_json::from_slice(&std::fs::read(&self.meta_path).ok()?).ok()
     }
 
     /// Links a snapshot's files into its own folder. Returns where.
     pub fn link_snapshot(&self, snapshot: &Path, names: &[&str]) -> Result<PathBuf, Failure> {
         let from = self.dir.join(FROM);
         DirBuilder::new().mode(0o700).create(&from).map_err(io_failure("make the folder", &from))?;
+        let gid = self.meta().and_then(|meta| meta.user).map(|user| user.gid);
+        gid.map_or(Ok(()), |gid| users::let_pass(&from, gid))?;
         for name in names {
             match std::fs::hard_link(snapshot.join(name), from.join(name)) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -119,6 +125,7 @@ impl Runtime {
                 }
                 other => other.map_err(io_failure("link the snapshot's file", &snapshot.join(name)))?,
             }
+            gid.map_or(Ok(()), |gid| users::let_read(&from.join(name), gid))?;
         }
         Ok(from)
     }
@@ -150,7 +157,11 @@ impl Runtime {
         let log = log.map_err(io_failure("open the monitor's log", &log_path))?;
         self.make_group(cpus)?;
         let mut command = Command::new(name);
-        command.args(args).arg(&self.dir).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        command.args(args);
+        if let Some(User { uid, gid }) = self.meta().and_then(|meta| meta.user) {
+            command.args(["--uid", &uid.to_string(), "--gid", &gid.to_string()]);
+        }
+        command.arg(&self.dir).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         command.current_dir("/");
         dormouse_sys::spawn::in_new_session(&mut command);
         let child = command.spawn().map_err(io_failure("start the monitor", Path::new(name)))?;
@@ -328,10 +339,16 @@ impl Runtime {
         known.filter(|process| process.0.is_alive()).map(|process| process.0.pid).into_iter().collect()
     }
 
+    fn told_exit(&self) -> Option<Exit> {
+        let mut bytes = Vec::new();
+        // The monitor's own word: as long as it likes.
+        File::open(self.dir.join(EXIT_FILE)).ok()?.take(EXIT_BYTES_MAX).read_to_end(&mut bytes).ok()?;
+        serde_json::from_slice(&bytes).ok()
+    }
+
     /// Why it ended, as far as the host can tell. Asked before [`Runtime::destroy`].
     pub fn why_ended(&self) -> String {
-        let told = std::fs::read(self.dir.join(EXIT_FILE)).ok();
-        if let Some(exit) = told.and_then(|bytes| serde_json::from_slice::<Exit>(&bytes).ok()) {
+        if let Some(exit) = self.told_exit() {
             let message = shortened(&exit.message);
             return match last_line(&self.dir.join(SERIAL)) {
                 Some(line) => format!("{message}; the guest's last words: {line}"),
@@ -351,10 +368,13 @@ impl Runtime {
         if let Some(group) = &self.group {
             group.remove().map_err(io_failure("remove the group of", &self.dir))?;
         }
-        match std::fs::remove_dir_all(&self.dir) {
+        let gone = |done: io::Result<()>, path| match done {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            other => other.map_err(io_failure("remove the folder", &self.dir)),
-        }
+            other => other.map_err(io_failure("remove", path)),
+        };
+        // The folder last: by it a runtime is found.
+        gone(std::fs::remove_file(&self.meta_path), &self.meta_path)?;
+        gone(std::fs::remove_dir_all(&self.dir), &self.dir)
     }
 
     /// Ends all its processes; what else it had stays. Idempotent.

@@ -133,7 +133,8 @@ impl Inner {
             let described = self.examine(snapshot)?;
             (described, names_in(snapshot))
         };
-        let meta = self.meta(shape, described.disk, described.agent_digest, described.card);
+        let meta = self.meta(runtime, shape, described.disk, described.agent_digest);
+        let meta = Meta { card: described.card, ..meta };
         let machine = self.machine(&meta)?;
         let (made, program, snapshot) =
             (runtime.clone(), Arc::clone(&self.monitor_program), snapshot.to_owned());

@@ -181,6 +181,11 @@ impl Group {
         }
     }
 
+    /// In how many periods the group was held back for its limit of CPU time.
+    pub fn throttled(&self) -> io::Result<u64> {
+        Ok(value_of(&self.read("cpu", "cpu.stat")?, "nr_throttled").unwrap_or(0))
+    }
+
     /// Memory that the group holds, without page cache that the kernel can drop.
     pub fn memory_bytes(&self) -> io::Result<u64> {
         let (controller, usage, cache) = match self.version {

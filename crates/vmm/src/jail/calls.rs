@@ -87,6 +87,10 @@ const DEVICES: &[i64] = &[
     SYS_getrusage,
     SYS_getsockname,
     SYS_getsockopt,
+    // A forked child's own domain: a further one only forbids.
+    SYS_landlock_add_rule,
+    SYS_landlock_create_ruleset,
+    SYS_landlock_restrict_self,
     SYS_linkat,
     SYS_listen,
     SYS_lstat,
@@ -126,9 +130,10 @@ const DEVICES: &[i64] = &[
     SYS_waitid,
 ];
 
-/// The kinds of ioctl(2), bits 8 to 15 of its number: KVM's; those of a tap and of every descriptor; PAGEMAP_SCAN's;
-/// userfaultfd's.
-const IOCTL_KINDS: [u64; 4] = [0xae00, 0x5400, 0x6600, 0xaa00];
+/// The kinds of ioctl(2), bits 8 to 15 of its number: KVM's; those of a tap and of every descriptor; userfaultfd's.
+const IOCTL_KINDS: [u64; 3] = [0xae00, 0x5400, 0xaa00];
+/// Kind and number of PAGEMAP_SCAN: others of its kind change files' attributes.
+const PAGEMAP_SCAN: u64 = 0x6610;
 
 /// Of clone(2): every flag that makes a namespace, or a process that is not the monitor's child.
 const CLONE_FORBIDDEN: u64 = 0x7e02_0000 | 0x80 | 0x8000;
@@ -161,8 +166,11 @@ pub fn devices() -> Result<Rules, BackendError> {
     let unix = u64::from(AF_UNIX.unsigned_abs());
     rules.insert(SYS_socket, argument(0, SeccompCmpOp::Eq, unix)?);
     rules.insert(SYS_socketpair, argument(0, SeccompCmpOp::Eq, unix)?);
-    let kinds = IOCTL_KINDS.map(|kind| argument(1, SeccompCmpOp::MaskedEq(0xff00), kind));
-    rules.insert(SYS_ioctl, kinds.into_iter().collect::<Result<Vec<_>, _>>()?.concat());
+    let mut ioctls = argument(1, SeccompCmpOp::MaskedEq(0xffff), PAGEMAP_SCAN)?;
+    for kind in IOCTL_KINDS {
+        ioctls.extend(argument(1, SeccompCmpOp::MaskedEq(0xff00), kind)?);
+    }
+    rules.insert(SYS_ioctl, ioctls);
     rules.insert(SYS_clone, argument(0, SeccompCmpOp::MaskedEq(CLONE_FORBIDDEN), 0)?);
     // For the filter that has clone3 answered with ENOSYS: that answer wins over this one.
     rules.insert(SYS_clone3, Vec::new());

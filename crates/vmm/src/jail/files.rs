@@ -1,4 +1,4 @@
-//! What the monitor may write: one folder with all below it, and `/dev/kvm` (landlock(7)).
+//! What the monitor may read and write: one folder with all below it, and read procfs (landlock(7)).
 
 use std::fs::File;
 use std::io;
@@ -9,6 +9,8 @@ use std::path::Path;
 /// Rights of linux/landlock.h.
 const EXECUTE: u64 = 1 << 0;
 const WRITE_FILE: u64 = 1 << 1;
+const READ_FILE: u64 = 1 << 2;
+const READ_DIR: u64 = 1 << 3;
 const REMOVE_DIR: u64 = 1 << 4;
 const REMOVE_FILE: u64 = 1 << 5;
 const MAKE_CHAR: u64 = 1 << 6;
@@ -24,7 +26,8 @@ const REFER: u64 = 1 << 13;
 const TRUNCATE: u64 = 1 << 14;
 
 const FORBIDDEN: u64 = EXECUTE | MAKE_CHAR | MAKE_BLOCK | MAKE_FIFO | MAKE_SYM | MAKE_DIR | REMOVE_DIR;
-const WITHIN: u64 = WRITE_FILE | REMOVE_FILE | MAKE_REG | MAKE_SOCK;
+const READ: u64 = READ_FILE | READ_DIR;
+const WITHIN: u64 = READ | WRITE_FILE | REMOVE_FILE | MAKE_REG | MAKE_SOCK;
 
 const VERSION_FLAG: u32 = 1;
 const RULE_PATH_BENEATH: u32 = 1;
@@ -36,12 +39,23 @@ struct PathBeneath {
     parent: RawFd,
 }
 
+/// Linux 5.19; before, links from folder to folder are denied.
+const VERSION_MIN: i64 = 2;
+
+pub fn can_restrict() -> bool {
+    version() >= VERSION_MIN
+}
+
+fn version() -> i64 {
+    // SAFETY: with this flag the call takes no structure, and only tells a version.
+    unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, 0_usize, 0_usize, VERSION_FLAG) }
+}
+
 /// For the calling thread and all that come from it. False: this kernel cannot, or links from folder to folder would be
 /// denied with it.
 pub fn restrict(within: &Path) -> io::Result<bool> {
-    // SAFETY: with this flag the call takes no structure, and only tells a version.
-    let version = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, 0_usize, 0_usize, VERSION_FLAG) };
-    if version < 2 {
+    let version = version();
+    if version < VERSION_MIN {
         return Ok(false);
     }
     let optional = REFER | if version >= 3 { TRUNCATE } else { 0 };
@@ -54,7 +68,7 @@ pub fn restrict(within: &Path) -> io::Result<bool> {
     // SAFETY: the kernel made it just now, and nobody else has it.
     let rules = unsafe { OwnedFd::from_raw_fd(rules) };
     allow(&rules, within, WITHIN | optional)?;
-    allow(&rules, Path::new("/dev/kvm"), WRITE_FILE)?;
+    allow(&rules, Path::new("/proc"), READ)?;
     // SAFETY: takes numbers only.
     let done = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, rules.as_raw_fd(), 0_u32) };
     if done == 0 { Ok(true) } else { Err(io::Error::last_os_error()) }

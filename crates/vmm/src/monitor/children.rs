@@ -202,10 +202,11 @@ impl Plan {
     /// In the forked child: makes its monitor, in the place of `parent`, which is what it has of its parent's.
     pub(super) fn carry_out(self: Box<Self>, mut parent: Monitor) -> Monitor {
         let Self { seed: Seed { host, report }, saved, others } = *self;
-        let made = parent.guest.take().ok_or_else(|| "it has no guest".to_owned()).and_then(|guest| {
-            let kvm = crate::vm::open_kvm().map_err(|error| chain(&error))?;
-            become_child(guest, kvm, host, &saved, others)
-        });
+        // The descriptor of `/dev/kvm` makes VMs of whoever asks: it serves here as well.
+        let (guest, kvm) = (parent.guest.take(), crate::vm::share_kvm(&parent.kvm));
+        let made = guest
+            .ok_or_else(|| "it has no guest".to_owned())
+            .and_then(|guest| become_child(guest, kvm.map_err(|error| chain(&error))?, host, &saved, others));
         // Closes what is the parent's here, and only here.
         drop(parent);
         match made {

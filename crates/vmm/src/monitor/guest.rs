@@ -301,6 +301,13 @@ impl Guest {
         }
     }
 
+    /// Of the files that it may grow: its disks' and its memory's layers.
+    #[must_use]
+    pub fn largest_file_bytes(&self) -> u64 {
+        let disks = self.disks.records().into_iter().map(|disk| disk.bytes).max().unwrap_or(0);
+        crate::layers::memory::size(&self.memory).max(disks)
+    }
+
     /// Ends the guest.
     pub fn stop(self) -> Result<(), GuestError> {
         self.workers.into_iter().for_each(Worker::quit);

@@ -44,6 +44,7 @@ use self::guest::Guest;
 use self::process::Forked;
 use crate::control::{self, Answer, EXIT_FILE, Event, Exit, ExitReason, Peer, Request};
 use crate::ending::EndReason;
+use crate::jail::{self, User};
 
 /// Connections at once; more are closed at once.
 const PEERS_MAX: usize = 64;
@@ -57,7 +58,7 @@ pub enum MonitorError {
     #[error("the monitor cannot wait for events")]
     Watch(#[source] io::Error),
     #[error("the monitor's jail cannot be closed")]
-    Jail(#[source] crate::jail::JailError),
+    Jail(#[source] jail::JailError),
     #[error("KVM cannot be used")]
     Kvm(#[source] crate::error::VmError),
     #[error("cannot write {}", path.display())]
@@ -66,18 +67,22 @@ pub enum MonitorError {
 
 /// Runs the monitor of `dir` to its end. It writes below `within` only: its own folder, its children's and those that
 /// snapshots go to must lie there.
-pub fn run(dir: &Path, within: &Path) -> Result<(), MonitorError> {
-    // Only whoever still has privileges can open it; without it there is no lazy restore.
+/// `user`: see [`jail::enter`].
+pub fn run(dir: &Path, within: &Path, user: Option<User>) -> Result<(), MonitorError> {
+    // In the jail neither could be opened any more. Without the first there is no lazy restore; children use the second.
     let userfaults = crate::pager::open_device().ok();
-    crate::jail::enter(within).map_err(MonitorError::Jail)?;
     let kvm = crate::vm::open_kvm().map_err(MonitorError::Kvm)?;
+    jail::enter(within, user).map_err(MonitorError::Jail)?;
     let mut monitor = Monitor::new(dir, kvm)?;
     monitor.userfaults = userfaults;
     loop {
         match monitor.serve()? {
             Outcome::Exit(exit) => return monitor.end(&exit),
             // From here on this is the forked child: what it has of its parent's monitor goes with `monitor`.
-            Outcome::Become(plan) => monitor = plan.carry_out(monitor),
+            Outcome::Become(plan) => {
+                jail::part(within);
+                monitor = plan.carry_out(monitor);
+            }
         }
     }
 }
@@ -314,6 +319,7 @@ impl Monitor {
 
     /// The guest and its devices from now on.
     fn adopt(&mut self, guest: Guest) -> io::Result<()> {
+        jail::limit_files(guest.largest_file_bytes())?;
         self.watch.add(process::borrowed(guest.ending.event()), Token::Ending)?;
         if let Some(pager) = &guest.pager {
             self.watch.add(process::borrowed(pager.complete()), Token::Filled)?;

@@ -1,9 +1,9 @@
 //! A guest without an operating system: 16-bit code, for hosts whose KVM runs no kernel, and for measurements.
 //!
 //! ```text
-//! 0  magic "DMPROBE1"   8  MiB of memory to be dirty at the start, from 1 MiB on, u32   12  zero (4 bytes)   16  code
+//! 0  magic "DMPROBE1"   8  MiB of memory to be dirty at the start, from 1 MiB on, u32   12  base of FS, u32   16  code
 //! ```
-//! vCPU 0 enters the code at address 0x8000 in real mode with all segments at 0; the others wait to be started.
+//! vCPU 0 enters the code at address 0x8000 in real mode with all other segments at 0; the others wait to be started.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -28,6 +28,8 @@ const MIB: u64 = 1 << 20;
 /// Such a guest, read from a file.
 pub struct Probe {
     dirty_mib: u32,
+    /// What the guest reaches by FS, beside the first 64 KiB: devices' registers, for example.
+    window: u32,
     code: Vec<u8>,
 }
 
@@ -42,10 +44,11 @@ impl Probe {
         if header[..8] != MAGIC {
             return Ok(None);
         }
-        let dirty_mib = u32::from_le_bytes([header[8], header[9], header[10], header[11]]);
+        let [.., a, b, c, d, e, f, g, h] = header;
+        let (dirty_mib, window) = (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]));
         let mut bytes = Vec::new();
         file.take(HEADER_BYTES as u64 + CODE_BYTES_MAX).read_to_end(&mut bytes)?;
-        Ok(Some(Self { dirty_mib, code: bytes.split_off(HEADER_BYTES.min(bytes.len())) }))
+        Ok(Some(Self { dirty_mib, window, code: bytes.split_off(HEADER_BYTES.min(bytes.len())) }))
     }
 
     /// Fills memory and prepares the vCPUs.
@@ -67,6 +70,7 @@ impl Probe {
         let refused = |what| move |error| regs::vcpu_error(0, what, error);
         let mut sregs = first.get_sregs().map_err(refused("segment registers"))?;
         (sregs.cs.base, sregs.cs.selector) = (0, 0);
+        sregs.fs.base = self.window.into();
         first.set_sregs(&sregs).map_err(refused("segment registers"))?;
         let mut registers = first.get_regs().map_err(refused("registers"))?;
         (registers.rip, registers.rflags) = (CODE_START, 2);

@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod card;
+mod hostile;
 mod lazy;
 mod live;
 mod measure;
@@ -14,6 +15,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use dormouse_vmm::control::{Client, ClientError, Exit, ExitReason, State};
+use dormouse_vmm::jail::User;
 use rig::{COUNTER, Rig, connect, machine, serial, wait_for};
 
 /// What this executable is called with to do what a monitor may not.
@@ -50,6 +52,14 @@ const TESTS: &[Test] = &[
     ("a_damaged_snapshot_is_refused", a_damaged_snapshot_is_refused),
     ("every_thread_of_a_monitor_is_jailed", every_thread_of_a_monitor_is_jailed),
     ("what_the_jail_forbids_ends_the_process", what_the_jail_forbids_ends_the_process),
+    ("an_honest_driver_is_served", hostile::an_honest_driver_is_served),
+    ("broken_queues_end_the_guest_with_a_reason", hostile::broken_queues_end_the_guest_with_a_reason),
+    ("a_nonsensical_set_up_harms_nobody", hostile::a_nonsensical_set_up_harms_nobody),
+    ("wild_mmio_harms_nobody", hostile::wild_mmio_harms_nobody),
+    ("wild_port_io_harms_nobody", hostile::wild_port_io_harms_nobody),
+    ("a_triple_fault_ends_the_guest_with_a_reason", hostile::a_triple_fault_ends_the_guest_with_a_reason),
+    ("a_storm_of_exits_starves_no_request", hostile::a_storm_of_exits_starves_no_request),
+    ("a_storm_stays_within_its_limit_of_cpu_time", hostile::a_storm_stays_within_its_limit_of_cpu_time),
     (
         "a_stopped_monitor_leaves_its_reason_and_no_process",
         a_stopped_monitor_leaves_its_reason_and_no_process,
@@ -58,11 +68,11 @@ const TESTS: &[Test] = &[
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    if let [mode, dir] = &args[..]
+    if let [mode, dir, number] = &args[..]
         && mode == rig::MONITOR
     {
-        let dir = Path::new(dir);
-        return match dormouse_vmm::monitor::run(dir, dir.parent().unwrap()) {
+        let (dir, user) = (Path::new(dir), rig::user(number.parse().unwrap()));
+        return match dormouse_vmm::monitor::run(dir, dir.parent().unwrap(), user) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
                 eprintln!("{error}: {:?}", std::error::Error::source(&error).map(ToString::to_string));
@@ -512,6 +522,8 @@ fn every_thread_of_a_monitor_is_jailed() {
     let (_, pid) = client.hello().unwrap();
     let log = std::fs::read_link(format!("/proc/{}/fd/2", forked.pids[0])).unwrap();
     assert_eq!(log, children[0].join("monitor.log"));
+    let user = rig::user(1);
+    let protected = std::fs::read_to_string("/proc/sys/fs/protected_hardlinks").unwrap().trim() != "0";
     for pid in [pid, forked.pids[0]] {
         // A thread gives itself its name, and only then its filter.
         for name in ["vcpu0", "disk0"] {
@@ -526,9 +538,46 @@ fn every_thread_of_a_monitor_is_jailed() {
                 continue;
             }
             assert!(has("Seccomp:\t2") && has("NoNewPrivs:\t1"), "{status}");
-            assert!(has("CapEff:\t0000000000000000") && has("CapBnd:\t0000000000000000"), "{status}");
+            let capabilities = format!("{:016x}", if user.is_some() && protected { 1 << 3 } else { 0 });
+            for set in ["CapPrm", "CapEff", "CapBnd"] {
+                assert!(has(&format!("{set}:\t{capabilities}")), "{status}");
+            }
+            if let Some(User { uid, gid }) = user {
+                assert!(has(&format!("Uid:\t{uid}\t{uid}\t{uid}\t{uid}")), "{status}");
+                assert!(has(&format!("Gid:\t{gid}\t{gid}\t{gid}\t{gid}")) && has("Groups:\t "), "{status}");
+            }
+        }
+        if user.is_some() {
+            assert_sees_little(pid, rig.root.path());
         }
     }
+}
+
+/// The process has namespaces of its own, and in its root folder there is only what it needs.
+fn assert_sees_little(pid: u32, within: &Path) {
+    let space = |of: &str, kind: &str| std::fs::read_link(format!("/proc/{of}/ns/{kind}")).unwrap();
+    for kind in ["mnt", "net", "ipc", "uts"] {
+        assert_ne!(space(&pid.to_string(), kind), space("self", kind), "{kind}");
+    }
+    let root = std::path::PathBuf::from(format!("/proc/{pid}/root"));
+    let first = within.components().nth(1).unwrap().as_os_str().to_owned();
+    let mut there: Vec<_> =
+        std::fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    there.sort();
+    assert_eq!(there, ["proc".into(), first]);
+    let mounts = std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap();
+    assert_eq!(mounts.lines().count(), 3, "{mounts}");
+    assert!(mounts.lines().all(|line| line.contains("nosuid,nodev,noexec")), "{mounts}");
+    let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
+    let limit = |what: &str| {
+        let line = limits.lines().find_map(|line| line.strip_prefix(what)).unwrap();
+        line.split_ascii_whitespace().nth(1).unwrap().to_owned()
+    };
+    assert_eq!(limit("Max core file size"), "0");
+    assert_eq!(limit("Max locked memory"), "0");
+    // The guest's memory, 16 MiB, and 64 MiB.
+    assert_eq!(limit("Max file size"), (80_u32 << 20).to_string());
+    assert!(limit("Max open files").parse::<u32>().unwrap() <= 4096);
 }
 
 /// How many filters a thread has: two as all threads, and one of its own.
@@ -539,19 +588,27 @@ fn filters(pid: u32, name: &str) -> Option<u32> {
     status.lines().find_map(|line| line.strip_prefix("Seccomp_filters:")?.trim().parse().ok())
 }
 
-/// Only comes back if it was allowed.
+/// Only comes back if it was allowed. With `as user` at its end: as somebody else.
 fn forbidden(what: &str) -> ExitCode {
     let within = std::env::temp_dir().join("within");
     std::fs::create_dir_all(&within).unwrap();
-    dormouse_vmm::jail::enter(&within).unwrap();
-    let file = |dir: &Path| std::fs::write(dir.join("file"), "x");
+    rig::share(&within);
+    let (what, user) = match what.strip_suffix(" as user") {
+        Some(what) => (what, rig::user(1)),
+        None => (what, None),
+    };
+    dormouse_vmm::jail::enter(&within, user).unwrap();
+    let write = |dir: &Path| std::fs::write(dir.join("file"), "x");
     match what {
-        "write" => {
-            file(&within).unwrap();
+        "files" => {
+            write(&within).unwrap();
             std::fs::rename(within.join("file"), within.join("other")).unwrap();
-            assert_eq!(file(&std::env::temp_dir()).unwrap_err().kind(), std::io::ErrorKind::PermissionDenied);
-            std::fs::File::options().read(true).write(true).open("/dev/kvm").unwrap();
-            assert!(std::fs::File::options().write(true).open("/dev/null").is_err());
+            assert!(write(&std::env::temp_dir()).is_err());
+            for path in ["/etc/passwd", "/dev/kvm", "/dev/null", "/proc/1/environ", "/proc/kcore"] {
+                assert!(std::fs::File::open(path).is_err(), "{path}");
+            }
+            assert!(std::fs::File::options().write(true).open("/proc/self/oom_score_adj").is_err());
+            std::fs::read("/proc/self/stat").unwrap();
         }
         "nothing" => println!("still here"),
         "execute" => {
@@ -559,6 +616,21 @@ fn forbidden(what: &str) -> ExitCode {
         }
         "network" => drop(std::net::UdpSocket::bind("127.0.0.1:0")),
         "mount" => drop(rustix::mount::unmount("/proc", rustix::mount::UnmountFlags::empty())),
+        "mode" => {
+            drop(std::fs::set_permissions(&within, std::os::unix::fs::PermissionsExt::from_mode(0o777)))
+        }
+        "owner" => drop(std::os::unix::fs::chown(&within, Some(0), Some(0))),
+        "user" => drop(rustix::thread::set_thread_uid(rustix::process::Uid::from_raw(0))),
+        "attributes" => drop(rustix::fs::ioctl_setflags(
+            std::fs::File::open(&within).unwrap(),
+            rustix::fs::IFlags::NOATIME,
+        )),
+        "namespace" => {
+            let spaces = rustix::thread::UnshareFlags::NEWUSER;
+            #[allow(unsafe_code, reason = "the safe form is deprecated")]
+            // SAFETY: no descriptor table is unshared.
+            let _ = unsafe { rustix::thread::unshare_unsafe(spaces) };
+        }
         other => panic!("{other}"),
     }
     ExitCode::SUCCESS
@@ -572,11 +644,19 @@ fn what_the_jail_forbids_ends_the_process() {
         let output = command.args([FORBIDDEN, what]).output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
-    assert_eq!(code("nothing").0, Some(0));
-    let (status, said) = code("write");
-    assert_eq!(status, Some(0), "{said}");
-    for what in ["execute", "network", "mount"] {
-        let (status, said) = code(what);
-        assert!(status == Some(159) && said.contains("may not make"), "{what}: {status:?} {said}");
+    for user in ["", " as user"] {
+        for what in ["nothing", "files"] {
+            // Without Landlock it takes the user to be kept from files.
+            if what == "files" && user.is_empty() && !dormouse_vmm::jail::confines_files() {
+                println!("this kernel has no Landlock: files are not looked at without a user");
+                continue;
+            }
+            let (status, said) = code(&format!("{what}{user}"));
+            assert_eq!(status, Some(0), "{what}{user}: {said}");
+        }
+        for what in ["execute", "network", "mount", "mode", "owner", "user", "attributes", "namespace"] {
+            let (status, said) = code(&format!("{what}{user}"));
+            assert!(status == Some(159) && said.contains("may not make"), "{what}{user}: {status:?} {said}");
+        }
     }
 }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use dormouse_sys::net::Network;
 use dormouse_vmm::control::{Client, Forked, Kernel, Machine};
+use dormouse_vmm::jail::User;
 
 /// Anything that takes longer has failed.
 pub const WAIT: Duration = Duration::from_secs(60);
@@ -27,6 +28,25 @@ pub const COUNTER: &[u8] = &[
     0xeb, 0xc3,
 ];
 
+/// The group of all monitors: nobody else's.
+const GROUP: u32 = 0x7000_0000;
+
+/// The monitors' `number`th user, where these tests may make somebody another one.
+pub fn user(number: u32) -> Option<User> {
+    let user = User { uid: GROUP + 1 + number, gid: GROUP };
+    rustix::process::geteuid().is_root().then_some(user)
+}
+
+/// Lets all monitors read a file, or write to a folder, as the engine does.
+pub fn share(path: &Path) {
+    let mode = if path.is_dir() { 0o770 } else { 0o640 };
+    if user(0).is_some() {
+        std::os::unix::fs::lchown(path, Some(0), Some(GROUP)).expect("a new owner");
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(mode);
+        std::fs::set_permissions(path, mode).expect("another mode");
+    }
+}
+
 /// A folder with monitors in it; all of them end with it.
 pub struct Rig {
     pub root: tempfile::TempDir,
@@ -36,11 +56,13 @@ pub struct Rig {
     carriers: Vec<(OwnedFd, OwnedFd)>,
     networks: Vec<Network>,
     made: usize,
+    users: u32,
 }
 
 impl Rig {
     pub fn new() -> Self {
         let root = tempfile::tempdir().expect("a folder for the test");
+        share(root.path());
         Self {
             root,
             children: Vec::new(),
@@ -48,6 +70,7 @@ impl Rig {
             carriers: Vec::new(),
             networks: Vec::new(),
             made: 0,
+            users: 0,
         }
     }
 
@@ -55,14 +78,28 @@ impl Rig {
         self.made += 1;
         let dir = self.root.path().join(format!("d{}", self.made));
         std::fs::create_dir(&dir).expect("a folder");
+        share(&dir);
         dir
     }
 
     /// A probe guest's file, for [`Kernel::image`].
     pub fn probe(&self, code: &[u8], dirty_mib: u32) -> Kernel {
-        let path = self.root.path().join(format!("probe{dirty_mib}"));
-        let bytes = [&b"DMPROBE1"[..], &dirty_mib.to_le_bytes(), &[0; 4], code].concat();
-        std::fs::write(&path, bytes).expect("the probe's file");
+        self.probe_file(code, dirty_mib, 0)
+    }
+
+    /// One whose FS begins at `window`, below 4 GiB.
+    pub fn probe_with_window(&self, code: &[u8], window: u64) -> Kernel {
+        self.probe_file(code, 0, u32::try_from(window).expect("an address below 4 GiB"))
+    }
+
+    fn probe_file(&self, code: &[u8], dirty_mib: u32, window: u32) -> Kernel {
+        let numbers = [dirty_mib.to_le_bytes(), window.to_le_bytes()].concat();
+        let bytes = [&b"DMPROBE1"[..], &numbers, code].concat();
+        let mut file =
+            tempfile::Builder::new().prefix("probe").tempfile_in(self.root.path()).expect("a file");
+        std::io::Write::write_all(&mut file, &bytes).expect("the probe's file");
+        let (_, path) = file.keep().expect("the probe's file");
+        share(&path);
         Kernel { image: path, initramfs: None, cmdline_extra: String::new() }
     }
 
@@ -117,8 +154,10 @@ impl Rig {
     pub fn start(&mut self) -> (PathBuf, Client) {
         let dir = self.folder();
         let log = std::fs::File::create(dir.join("monitor.log")).expect("a log");
+        self.users += 1;
         let child = Command::new(std::env::current_exe().expect("this executable"))
             .args([MONITOR.as_ref(), dir.as_os_str()])
+            .arg(self.users.to_string())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)
@@ -144,6 +183,7 @@ impl Rig {
     }
 
     pub fn restore_by(&mut self, machine: &Machine, from: &Path, lazy: bool) -> (PathBuf, Client) {
+        std::fs::read_dir(from).expect("the snapshot").flatten().for_each(|file| share(&file.path()));
         let (dir, mut client) = self.start();
         let ends = self.ends(machine.net);
         let fds: Vec<_> = ends.iter().map(AsFd::as_fd).collect();

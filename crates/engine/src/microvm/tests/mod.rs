@@ -43,6 +43,7 @@ fn over(dir: &Path) -> Microvm {
         agent: AgentFile { version: "1".to_owned(), digest: "abc".to_owned() },
         keeper: sleeper(),
         monitor: sleeper(),
+        users: MonitorUsers::default(),
         cgroups: true,
         network: true,
         lazy_restore: false,
@@ -261,7 +262,9 @@ async fn a_boot_that_fails_leaves_nothing() {
 
     // Where nobody speaks in its place.
     let dir = tempfile::tempdir().unwrap();
-    let runtime = Runtime { id: ids.runtime.clone(), dir: dir.path().join("runtime"), group: None };
+    let meta_path = dir.path().join("meta.json");
+    let runtime =
+        Runtime { id: ids.runtime.clone(), dir: dir.path().join("runtime"), meta_path, group: None };
     runtime.create(&host.runtime(&host.booted().await).meta().unwrap()).unwrap();
     let failure = runtime.start(&[OsString::from("false")], 1).unwrap_err();
     assert!(matches!(failure, Failure::Monitor { .. }), "{failure}");
