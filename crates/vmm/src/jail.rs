@@ -8,7 +8,8 @@
 //! - system calls are filtered, thread by thread: nothing can be executed, traced, mounted or loaded, no socket
 //!   but Unix ones be made, no namespace be entered, no owner, mode or attribute of a file be changed. A vCPU's thread
 //!   can run its vCPU and little else;
-//! - nothing can be read or written outside of one folder, where the kernel can enforce that (Landlock);
+//! - nothing can be written outside of one folder, and a user of its own can read nothing, where the kernel can enforce
+//!   that (Landlock);
 //! - no core dump, which would hold the guest's secrets, no locked memory, no message queue, few descriptors, no
 //!   file larger than the guest's largest ([`limit_files`]).
 //!
@@ -85,7 +86,7 @@ pub fn enter(within: &Path, user: Option<User>) -> Result<(), JailError> {
         become_user(user).map_err(|error| JailError::User { user, source: error.into() })?;
     }
     give_up_privileges(keep).map_err(|error| JailError::Privileges(error.into()))?;
-    if !files::restrict(within).map_err(JailError::Files)? {
+    if !files::restrict(within, user.is_some()).map_err(JailError::Files)? {
         tracing::warn!("this kernel's Landlock is too old or off: a monitor may use whatever its user may");
     }
     register_signal_handler(libc::SIGSYS, on_forbidden)
@@ -127,7 +128,7 @@ pub fn confines_files() -> bool {
 /// For a forked child, which has its source's domain: one below it, so that it cannot look into its source's memory or
 /// that of its siblings. Best effort: domains can be nested sixteen deep, and what they allow stays the same.
 pub fn part(within: &Path) {
-    let _ = files::restrict(within);
+    let _ = files::restrict(within, false);
 }
 
 /// From now on no file grows beyond `bytes` and some more, the guest's largest one.

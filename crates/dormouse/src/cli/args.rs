@@ -184,8 +184,8 @@ pub struct ServeArgs {
     /// Bring a microVM's memory when it touches it (userfaultfd), and not by mapping the snapshot's files
     #[arg(long, env = "DORMOUSE_LAZY_RESTORE")]
     pub lazy_restore: bool,
-    /// User and group ids that nobody else on this host has: the first one is the group of all microVMs' monitors, the
-    /// others are their users [default: 1879048192:268435454]
+    /// User and group ids that nobody else on this host has (1879048192:268435454 usually): the first one is the group of
+    /// all microVMs' monitors, the others are their users [default: monitors run as the daemon does]
     #[arg(long, env = "DORMOUSE_MONITOR_IDS", value_name = "FIRST:COUNT", value_parser = monitor_users)]
     pub monitor_ids: Option<MonitorUsers>,
 }
@@ -484,7 +484,7 @@ impl ServeArgs {
             runsc: self.runsc,
             lazy_restore: self.lazy_restore,
             engine: self.engine,
-            monitor_users: self.monitor_ids.unwrap_or_default(),
+            monitor_users: self.monitor_ids,
             ..ServeConfig::new(data_dir, self.listen)
         }
     }

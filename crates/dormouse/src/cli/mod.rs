@@ -22,7 +22,7 @@ mod snapshot;
 mod template;
 mod watch;
 
-pub use args::{Cli, Command, EngineChoice, KeeperArgs, ServeArgs};
+pub use args::{Cli, Command, EngineChoice, KeeperArgs, MonitorArgs, ServeArgs};
 pub use context::Context;
 pub use error::{CliError, ExitStatus};
 pub use output::{show, spinner};

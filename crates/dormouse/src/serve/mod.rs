@@ -57,8 +57,8 @@ pub struct ServeConfig {
     pub engine: EngineChoice,
     /// MicroVMs' memory is brought when they touch it.
     pub lazy_restore: bool,
-    /// Whom the monitors of microVMs run as.
-    pub monitor_users: MonitorUsers,
+    /// Whom the monitors of microVMs run as; `None`: as the daemon.
+    pub monitor_users: Option<MonitorUsers>,
 }
 
 impl ServeConfig {
@@ -74,7 +74,7 @@ impl ServeConfig {
             runsc: None,
             engine: EngineChoice::Auto,
             lazy_restore: false,
-            monitor_users: MonitorUsers::default(),
+            monitor_users: None,
         }
     }
 }

@@ -62,8 +62,8 @@ pub struct MicrovmConfig {
     /// The monitor's program and first arguments; `--uid UID --gid GID`, where there is to be such a user, and its folder
     /// are added.
     pub monitor: Vec<OsString>,
-    /// Whom monitors run as if the daemon is root.
-    pub users: MonitorUsers,
+    /// Whom monitors run as if the daemon is root; `None`: as the daemon.
+    pub users: Option<MonitorUsers>,
     /// False: do as on a host without usable cgroups.
     pub cgroups: bool,
     /// False: do as on a host that cannot give guests a network.
@@ -108,8 +108,8 @@ impl Microvm {
     }
 
     fn over(config: MicrovmConfig) -> Result<Self, Failure> {
-        let users = Some(config.users).filter(|_| rustix::process::geteuid().is_root());
-        if users.is_none() {
+        let users = config.users.filter(|_| rustix::process::geteuid().is_root());
+        if users.is_none() && config.users.is_some() {
             tracing::warn!(
                 "the daemon is not root: monitors run as its user, and see what that user sees of the host"
             );

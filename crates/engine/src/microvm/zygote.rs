@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 
 use super::Inner;
 use super::network::Link;
-use super::runtime::Runtime;
+use super::runtime::{Meta, Runtime};
 use crate::common::blocking;
 use crate::error::Failure;
 use crate::keepers::Pipes;

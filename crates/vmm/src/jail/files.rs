@@ -27,7 +27,7 @@ const TRUNCATE: u64 = 1 << 14;
 
 const FORBIDDEN: u64 = EXECUTE | MAKE_CHAR | MAKE_BLOCK | MAKE_FIFO | MAKE_SYM | MAKE_DIR | REMOVE_DIR;
 const READ: u64 = READ_FILE | READ_DIR;
-const WITHIN: u64 = READ | WRITE_FILE | REMOVE_FILE | MAKE_REG | MAKE_SOCK;
+const WITHIN: u64 = WRITE_FILE | REMOVE_FILE | MAKE_REG | MAKE_SOCK;
 
 const VERSION_FLAG: u32 = 1;
 const RULE_PATH_BENEATH: u32 = 1;
@@ -53,13 +53,15 @@ fn version() -> i64 {
 
 /// For the calling thread and all that come from it. False: this kernel cannot, or links from folder to folder would be
 /// denied with it.
-pub fn restrict(within: &Path) -> io::Result<bool> {
+/// `reading`: that is restricted, too.
+pub fn restrict(within: &Path, reading: bool) -> io::Result<bool> {
     let version = version();
     if version < VERSION_MIN {
         return Ok(false);
     }
     let optional = REFER | if version >= 3 { TRUNCATE } else { 0 };
-    let handled = FORBIDDEN | WITHIN | optional;
+    let within_allowed = WITHIN | optional | if reading { READ } else { 0 };
+    let handled = FORBIDDEN | within_allowed;
     // SAFETY: the structure of the first version, one number, with its size told.
     let rules = unsafe {
         libc::syscall(libc::SYS_landlock_create_ruleset, &raw const handled, size_of::<u64>(), 0_u32)
@@ -67,8 +69,10 @@ pub fn restrict(within: &Path) -> io::Result<bool> {
     let rules = RawFd::try_from(rules).ok().filter(|fd| *fd >= 0).ok_or_else(io::Error::last_os_error)?;
     // SAFETY: the kernel made it just now, and nobody else has it.
     let rules = unsafe { OwnedFd::from_raw_fd(rules) };
-    allow(&rules, within, WITHIN | optional)?;
-    allow(&rules, Path::new("/proc"), READ)?;
+    allow(&rules, within, within_allowed)?;
+    if reading {
+        allow(&rules, Path::new("/proc"), READ)?;
+    }
     // SAFETY: takes numbers only.
     let done = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, rules.as_raw_fd(), 0_u32) };
     if done == 0 { Ok(true) } else { Err(io::Error::last_os_error()) }

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use dormouse_sys::net::Network;
-use dormouse_vmm::control::{Client, Forked, Kernel, Machine};
+use dormouse_vmm::control::{Client, ClientError, Forked, Kernel, Machine};
 use dormouse_vmm::jail::User;
 
 /// Anything that takes longer has failed.
@@ -197,13 +197,22 @@ impl Rig {
     }
 
     pub fn fork_with(&mut self, source: &mut Client, count: usize, net: bool) -> (Vec<PathBuf>, Forked) {
+        self.try_fork(source, count, net).expect("a fork")
+    }
+
+    pub fn try_fork(
+        &mut self,
+        source: &mut Client,
+        count: usize,
+        net: bool,
+    ) -> Result<(Vec<PathBuf>, Forked), ClientError> {
         let dirs: Vec<PathBuf> = (0..count).map(|_| self.folder()).collect();
         let fds: Vec<OwnedFd> = (0..count).flat_map(|_| self.ends(net)).collect();
         let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         let children = dirs.iter().cloned().map(|dir| dormouse_vmm::control::ForkChild { dir }).collect();
-        let forked = source.fork(children, &fds).expect("a fork");
+        let forked = source.fork(children, &fds)?;
         self.pids.extend(&forked.pids);
-        (dirs, forked)
+        Ok((dirs, forked))
     }
 }
 

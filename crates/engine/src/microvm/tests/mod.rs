@@ -43,7 +43,7 @@ fn over(dir: &Path) -> Microvm {
         agent: AgentFile { version: "1".to_owned(), digest: "abc".to_owned() },
         keeper: sleeper(),
         monitor: sleeper(),
-        users: MonitorUsers::default(),
+        users: Some(MonitorUsers::default()),
         cgroups: true,
         network: true,
         lazy_restore: false,
