@@ -9,6 +9,7 @@ use dormouse_types::{ManualClock, SandboxId, SnapshotId};
 
 use super::model_engine::World;
 use super::{clock, open, request};
+use crate::actor::Patch;
 use crate::model::{ListQuery, PauseRequest, SnapshotRequest, State, Tier};
 use crate::{Node, OpenError};
 
@@ -116,7 +117,9 @@ async fn settle(node: &Arc<Node>) {
             |state: &State| matches!(state, State::Running | State::Paused { .. } | State::Failed { .. });
         // An error: it was removed, which is an end, too.
         drop(view.wait_for(|view| rests(&view.info.state)).await.map(drop));
-        actor.look().await;
+        // Answered after what it began with, which may be to clean up.
+        let idle = view.borrow().info.idle;
+        drop(actor.patch(Patch::Idle(idle)).await);
     }
 }
 
