@@ -310,6 +310,7 @@ async fn open(dir: &Path) -> Microvm {
         cgroups: true,
         network: false,
         lazy_restore: false,
+        users: None,
     };
     Microvm::open(config).await.unwrap()
 }

@@ -130,9 +130,15 @@ impl Clone {
         std::fs::create_dir_all(&self.folder).context("cannot make the clone's folder")?;
         let target = self.folder.clone();
         shell(&format!(
-            "cd {from} && cp -al images {to}/ && cp -a agent {to}/ && cp -a node.db* {to}/ && mkdir -p {to}/snapshots
+            // Links where they can be made: the folder may be another file system's.
+            "share() {{ cp -al $1 $2 2>/dev/null || cp -a $1 $2; }}
+             cd {from}
+             share images {to}/
+             cp -a agent {to}/
+             cp -a node.db* {to}/
+             mkdir -p {to}/snapshots
              for shared in guest microvm/disks; do
-                 if [ -e $shared ]; then mkdir -p {to}/$(dirname $shared) && cp -al $shared {to}/$shared; fi
+                 if [ -e $shared ]; then mkdir -p {to}/$(dirname $shared) && share $shared {to}/$(dirname $shared)/; fi
              done",
             from = from.display(),
             to = target.display()
