@@ -116,6 +116,16 @@ fn to_pid(pid: u32) -> Option<Pid> {
     Pid::from_raw(i32::try_from(pid).ok()?)
 }
 
+/// Whether it is the kernel's own: it takes no signal. KVM makes one for each VM and puts it into the groups of the
+/// process that asked.
+#[must_use]
+pub fn is_kernel_thread(pid: u32) -> bool {
+    const PF_KTHREAD: u32 = 0x0020_0000;
+    let Ok(text) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    let flags = text.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(6)?.parse().ok());
+    flags.is_some_and(|flags: u32| flags & PF_KTHREAD != 0)
+}
+
 /// `roots` and all their descendants, parents before children. One pass over `/proc`.
 #[must_use]
 pub fn tree(roots: &[u32]) -> Vec<u32> {
@@ -248,6 +258,15 @@ mod tests {
         let me = Identity::of(std::process::id()).unwrap();
         assert!(me.is_alive());
         assert!(!Identity { start_ticks: me.start_ticks + 1, ..me }.is_alive());
+    }
+
+    #[test]
+    fn a_kernel_thread_is_told_from_a_process() {
+        assert!(!is_kernel_thread(std::process::id()));
+        // `kthreadd`, unless this is a process namespace of its own.
+        if std::fs::read_to_string("/proc/2/comm").is_ok_and(|name| name.trim() == "kthreadd") {
+            assert!(is_kernel_thread(2));
+        }
     }
 
     #[test]

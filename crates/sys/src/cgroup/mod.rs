@@ -11,6 +11,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::process;
+
 pub use mounts::{Hierarchies, Version};
 
 const PERIOD_US: u64 = 100_000;
@@ -123,10 +125,11 @@ impl Group {
         }
     }
 
-    /// Ids of all processes in the group.
+    /// Ids of all processes in the group, without the kernel's own threads.
     pub fn procs(&self) -> io::Result<Vec<u32>> {
         let text = self.read("freezer", "cgroup.procs")?;
-        Ok(text.lines().take(PROCS_MAX).filter_map(|line| line.trim().parse().ok()).collect())
+        let pids = text.lines().take(PROCS_MAX).filter_map(|line| line.trim().parse().ok());
+        Ok(pids.filter(|pid| !process::is_kernel_thread(*pid)).collect())
     }
 
     /// Returns when no process of the group runs any more.
@@ -217,6 +220,13 @@ impl Group {
         let until = Instant::now() + SETTLE_MAX;
         for mount in self.hierarchies.all() {
             let dir = mount.join(&self.relative);
+            // Of a VM whose monitor has a group of its own by now: nothing but its end ends them.
+            let held = std::fs::read_to_string(dir.join("cgroup.procs")).unwrap_or_default();
+            let held = held.lines().filter(|pid| pid.trim().parse().is_ok_and(process::is_kernel_thread));
+            for pid in held {
+                // Refused: then the group is said to be busy.
+                let _ = std::fs::write(mount.join("cgroup.procs"), pid);
+            }
             while let Err(error) = std::fs::remove_dir(&dir) {
                 match error.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
                     Some(rustix::io::Errno::NOENT) => break,
