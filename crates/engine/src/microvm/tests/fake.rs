@@ -18,6 +18,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::super::layout::Layout;
+use crate::keepers::Keeper;
 
 const LOOK: Duration = Duration::from_millis(2);
 
@@ -53,6 +54,10 @@ impl Fake {
                     for dir in
                         std::fs::read_dir(parent).into_iter().flatten().flatten().map(|entry| entry.path())
                     {
+                        // A dead keeper does not listen anew.
+                        if socket == CONTROL_SOCKET && !keeper_lives(&dir) {
+                            continue;
+                        }
                         // A keeper's folder is there again after its keeper was replaced.
                         if served.insert(dir.join(socket), ()).is_none() || !dir.join(socket).exists() {
                             serving.listen(&dir, socket);
@@ -168,6 +173,11 @@ impl Fake {
             }
         }
     }
+}
+
+fn keeper_lives(dir: &Path) -> bool {
+    let sandbox = dir.file_name().and_then(|name| name.to_str()?.parse().ok());
+    sandbox.is_some_and(|sandbox| Keeper { dir: dir.to_owned(), sandbox }.process().is_some())
 }
 
 fn checkpoint(into: &Path) -> Answer {
