@@ -9,15 +9,15 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use blake3::Hasher;
 use dormouse_snapshot::{Digest, FileDigest, FileRole};
+use dormouse_sys::files::next_data;
 use dormouse_types::EngineKind;
-use rustix::fs::SeekFrom;
-use rustix::io::Errno;
 
 use crate::digest::{digest_file, threads};
 
@@ -124,32 +124,24 @@ impl Shared<'_> {
         if at >= end {
             return Ok(None);
         }
-        let from = match rustix::fs::seek(self.file, SeekFrom::Data(at)) {
-            Ok(from) if from < end => from,
-            Ok(from) => {
-                // No chunk in between needs to be looked at.
-                self.next.fetch_max(from / CHUNK_BYTES, Ordering::Relaxed);
-                return Ok(None);
-            }
-            Err(Errno::NXIO) => {
-                self.next.fetch_max(u64::MAX / 2, Ordering::Relaxed);
-                return Ok(None);
-            }
-            Err(error) => return Err(error.into()),
+        let Some(Range { start: from, end: mut to }) =
+            next_data(self.file, at)?.filter(|run| run.start < run.end)
+        else {
+            self.next.fetch_max(u64::MAX / 2, Ordering::Relaxed);
+            return Ok(None);
         };
-        let mut to = from;
-        // Some file systems tell one run in pieces.
-        while to < end {
-            let hole = rustix::fs::seek(self.file, SeekFrom::Hole(to))?.min(end);
-            if hole <= to {
-                break;
-            }
-            to = hole;
-            if to < end && rustix::fs::seek(self.file, SeekFrom::Data(to)) != Ok(to) {
-                break;
-            }
+        if from >= end {
+            // No chunk in between needs to be looked at.
+            self.next.fetch_max(from / CHUNK_BYTES, Ordering::Relaxed);
+            return Ok(None);
         }
-        Ok((to > from).then_some((from, to)))
+        // Some file systems tell one run in pieces.
+        while to < end
+            && let Some(more) = next_data(self.file, to)?.filter(|more| more.start == to && more.end > to)
+        {
+            to = more.end;
+        }
+        Ok(Some((from, to.min(end))))
     }
 }
 

@@ -2,9 +2,11 @@
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
+use std::ops::Range;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
+use rustix::fs::SeekFrom;
 use rustix::io::{Errno, ReadWriteFlags};
 
 const SAMPLES: u64 = 16;
@@ -32,6 +34,16 @@ pub fn is_cached(file: &File) -> io::Result<bool> {
 pub fn takes_direct(path: &Path) -> bool {
     let flags = i32::try_from(rustix::fs::OFlags::DIRECT.bits()).unwrap_or_default();
     File::options().read(true).custom_flags(flags).open(path).is_ok()
+}
+
+/// The first run of data at `at` or behind it, as the file system keeps it; `None`: only a hole follows (`SEEK_DATA`,
+/// lseek(2)). The file's own offset moves.
+pub fn next_data(file: &File, at: u64) -> io::Result<Option<Range<u64>>> {
+    match rustix::fs::seek(file, SeekFrom::Data(at)) {
+        Ok(start) => Ok(Some(start..rustix::fs::seek(file, SeekFrom::Hole(start))?)),
+        Err(Errno::NXIO) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Bytes that may still be written to the file system that holds `path`.

@@ -97,6 +97,7 @@ impl AsRawFd for PidFd {
 
 struct Stat {
     parent: u32,
+    flags: u32,
     start_ticks: u64,
 }
 
@@ -108,8 +109,9 @@ fn stat(pid: u32) -> Option<Stat> {
 fn parse_stat(text: &str) -> Option<Stat> {
     let mut fields = text.rsplit_once(')')?.1.split_ascii_whitespace();
     let parent = fields.nth(1)?.parse().ok()?;
-    let start_ticks = fields.nth(17)?.parse().ok()?;
-    Some(Stat { parent, start_ticks })
+    let flags = fields.nth(4)?.parse().ok()?;
+    let start_ticks = fields.nth(12)?.parse().ok()?;
+    Some(Stat { parent, flags, start_ticks })
 }
 
 fn to_pid(pid: u32) -> Option<Pid> {
@@ -121,9 +123,7 @@ fn to_pid(pid: u32) -> Option<Pid> {
 #[must_use]
 pub fn is_kernel_thread(pid: u32) -> bool {
     const PF_KTHREAD: u32 = 0x0020_0000;
-    let Ok(text) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
-    let flags = text.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(6)?.parse().ok());
-    flags.is_some_and(|flags: u32| flags & PF_KTHREAD != 0)
+    stat(pid).is_some_and(|stat| stat.flags & PF_KTHREAD != 0)
 }
 
 /// `roots` and all their descendants, parents before children. One pass over `/proc`.

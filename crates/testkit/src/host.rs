@@ -158,12 +158,9 @@ pub fn disk_use(folder: &Path) -> u64 {
 /// Host processes of a sandbox's runtime and all their descendants; the keeper is not one of them.
 pub fn processes_of_runtime(data_dir: &Path, daemon: u32, sandbox: &str) -> Result<Vec<u32>> {
     let runtime = runtime_of(data_dir, sandbox)?;
-    let monitor = data_dir.join("microvm/runtimes").join(&runtime).join("meta.json");
-    if monitor.is_file() {
+    if data_dir.join("microvm/runtimes").join(&runtime).is_dir() {
         // Its command line is its source's where it was forked, and its children may be other sandboxes.
-        let meta: serde_json::Value = serde_json::from_slice(&fs::read(&monitor)?)?;
-        let pid = meta["process"][0].as_u64().and_then(|pid| u32::try_from(pid).ok());
-        return Ok(vec![pid.context("the monitor's process is not known")?]);
+        return Ok(vec![monitor_of(data_dir, &runtime).context("the monitor's process is not known")?]);
     }
     let runtime = container_of(data_dir, &runtime)?;
     let mut found: Vec<u32> = holdings(data_dir, daemon)?
@@ -184,6 +181,13 @@ pub fn processes_of_runtime(data_dir: &Path, daemon: u32, sandbox: &str) -> Resu
         next += 1;
     }
     Ok(found)
+}
+
+/// The process of a microVM's monitor; `None`: it is being made or removed.
+pub fn monitor_of(data_dir: &Path, runtime: &str) -> Option<u32> {
+    let meta = fs::read(data_dir.join("microvm/meta").join(format!("{runtime}.json"))).ok()?;
+    let meta: serde_json::Value = serde_json::from_slice(&meta).ok()?;
+    meta["process"][0].as_u64().and_then(|pid| u32::try_from(pid).ok())
 }
 
 /// The sandbox's runtime, as the journal knows it.

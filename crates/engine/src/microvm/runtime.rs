@@ -12,12 +12,12 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use dormouse_sys::cgroup::{Group, Limits};
+use dormouse_sys::files::next_data;
 use dormouse_sys::process::{self, Identity, PidFd};
 use dormouse_types::{RuntimeId, Shape};
 use dormouse_vmm::control::{
     Client, ClientError, EXIT_FILE, Exit, PROTOCOL_VERSION, SOCKET, State, WORKING_SET,
 };
-use rustix::fs::SeekFrom;
 use serde::{Deserialize, Serialize};
 
 use super::guest::Disk;
@@ -413,12 +413,13 @@ fn copy_sparse(from: &Path, to: &Path) -> io::Result<()> {
     let bytes = from.metadata()?.len();
     to.set_len(bytes)?;
     let mut at = 0;
-    while let Ok(start) = rustix::fs::seek(&from, SeekFrom::Data(at)) {
-        let end = rustix::fs::seek(&from, SeekFrom::Hole(start))?;
-        from.seek(io::SeekFrom::Start(start))?;
-        to.seek(io::SeekFrom::Start(start))?;
-        io::copy(&mut (&from).take(end - start), &mut to)?;
-        at = end;
+    while let Some(data) = next_data(&from, at)? {
+        from.seek(io::SeekFrom::Start(data.start))?;
+        to.seek(io::SeekFrom::Start(data.start))?;
+        if io::copy(&mut (&from).take(data.end - data.start), &mut to)? < data.end - data.start {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        at = data.end;
     }
     Ok(())
 }

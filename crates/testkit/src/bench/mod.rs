@@ -146,13 +146,7 @@ fn least_ms(times: &[Duration]) -> f64 {
 /// Processes of all monitors of a data folder.
 fn monitors(data_dir: &Path) -> Result<Vec<u32>> {
     let dir = data_dir.join("microvm/runtimes");
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(&dir).with_context(|| format!("cannot read {}", dir.display()))?.flatten()
-    {
-        // One that is being made or removed has none.
-        let Ok(bytes) = std::fs::read(entry.path().join("meta.json")) else { continue };
-        let meta: serde_json::Value = serde_json::from_slice(&bytes)?;
-        found.extend(meta["process"][0].as_u64().and_then(|pid| u32::try_from(pid).ok()));
-    }
-    Ok(found)
+    let runtimes = std::fs::read_dir(&dir).with_context(|| format!("cannot read {}", dir.display()))?;
+    let names = runtimes.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    Ok(names.filter_map(|runtime| host::monitor_of(data_dir, &runtime)).collect())
 }

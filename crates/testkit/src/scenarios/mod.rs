@@ -90,7 +90,7 @@ const ALL: &[(&str, Option<&str>)] = &[
     (
         "S34",
         Some(
-            "no engine restores by the pager yet: test of crate vmm, `without_its_pager_a_monitor_ends_with_the_reason`",
+            "no scenario kills the pager of a live daemon's sandbox yet: test of crate vmm, `without_its_pager_a_monitor_ends_with_the_reason`",
         ),
     ),
     ("S35", Some("one release so far: no older snapshot")),

@@ -3,8 +3,7 @@
 use std::fs::File;
 use std::ops::Range;
 
-use rustix::fs::SeekFrom;
-use rustix::io::Errno;
+use dormouse_sys::files::next_data;
 
 use super::{LayerError, PAGE_BYTES, io_error};
 
@@ -21,14 +20,9 @@ impl Extents {
         let mut extents = Self::default();
         let mut at = 0;
         while at < bytes {
-            let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
-                Ok(start) => start,
-                Err(Errno::NXIO) => break,
-                Err(error) => return Err(io_error("find the data of", name)(error.into())),
-            };
-            let end = rustix::fs::seek(file, SeekFrom::Hole(start))
-                .map_err(|error| io_error("find the holes of", name)(error.into()))?
-                .min(bytes);
+            let data = next_data(file, at).map_err(io_error("find the data of", name))?;
+            let Some(Range { start, end }) = data else { break };
+            let end = end.min(bytes);
             if start >= end {
                 break;
             }
