@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use clap::builder::FalseyValueParser;
 use clap::{ArgAction, Args, Parser, Subcommand};
 use dormouse_engine::microvm::MonitorUsers;
 use dormouse_node::model::IdlePolicy;
@@ -182,8 +183,12 @@ pub struct ServeArgs {
     #[arg(long, env = "DORMOUSE_ENGINE", default_value = "auto", value_name = "auto|gvisor|microvm")]
     pub engine: EngineChoice,
     /// Bring a microVM's memory when it touches it (userfaultfd), and not by mapping the snapshot's files
-    #[arg(long, env = "DORMOUSE_LAZY_RESTORE")]
+    #[arg(long, env = "DORMOUSE_LAZY_RESTORE", value_parser = FalseyValueParser::new())]
     pub lazy_restore: bool,
+    /// Give microVMs that are booted from now on a network card; not the default before real guests have used one for a
+    /// while
+    #[arg(long, env = "DORMOUSE_MICROVM_NETWORK", value_parser = FalseyValueParser::new())]
+    pub microvm_network: bool,
     /// User and group ids that nobody else on this host has (1879048192:268435454 usually): the first one is the group of
     /// all microVMs' monitors, the others are their users [default: monitors run as the daemon does]
     #[arg(long, env = "DORMOUSE_MONITOR_IDS", value_name = "FIRST:COUNT", value_parser = monitor_users)]
@@ -483,6 +488,7 @@ impl ServeArgs {
             pool: self.pool,
             runsc: self.runsc,
             lazy_restore: self.lazy_restore,
+            microvm_network: self.microvm_network,
             engine: self.engine,
             monitor_users: self.monitor_ids,
             ..ServeConfig::new(data_dir, self.listen)

@@ -18,10 +18,6 @@ use super::{ServeConfig, ServeError};
 use crate::agent_binary::AGENT;
 use crate::cli::EngineChoice;
 
-/// `on`: microVMs that are booted from now on have a network card. Not the default before real guests have used one for
-/// a while.
-const NETWORK: &str = "DORMOUSE_MICROVM_NETWORK";
-
 pub fn agent() -> AgentBinary {
     AgentBinary { version: env!("CARGO_PKG_VERSION").to_owned(), bytes: AGENT.into() }
 }
@@ -84,7 +80,7 @@ async fn open_microvm(config: &ServeConfig, agent: &AgentFile, program: &OsStr) 
         monitor: monitor_program(program, &config.data_dir),
         users: config.monitor_users,
         cgroups: true,
-        network: std::env::var_os(NETWORK).is_some_and(|value| value == "on"),
+        network: config.microvm_network,
         lazy_restore: config.lazy_restore,
     });
     Ok(Arc::new(engine.await?))

@@ -57,6 +57,8 @@ pub struct ServeConfig {
     pub engine: EngineChoice,
     /// MicroVMs' memory is brought when they touch it.
     pub lazy_restore: bool,
+    /// MicroVMs that are booted have a network card.
+    pub microvm_network: bool,
     /// Whom the monitors of microVMs run as; `None`: as the daemon.
     pub monitor_users: Option<MonitorUsers>,
 }
@@ -74,6 +76,7 @@ impl ServeConfig {
             runsc: None,
             engine: EngineChoice::Auto,
             lazy_restore: false,
+            microvm_network: false,
             monitor_users: None,
         }
     }
